@@ -7,7 +7,13 @@ from typing import NamedTuple
 from quadriga.wire.adapter import AdapterRef
 from quadriga.wire.client import InfoValues
 from quadriga.wire.sockets import Sender
-from quadriga.wire.worker import NO_ADAPTER, AdapterReady, ForgetAdapter, LoadAdapter
+from quadriga.wire.worker import (
+    NO_ADAPTER,
+    AdapterReady,
+    EvictAdapter,
+    ForgetAdapter,
+    LoadAdapter,
+)
 from scheduler_proc.held_requests import HeldRequests
 from scheduler_proc.state.request import Request, RequestStatus
 
@@ -22,6 +28,7 @@ class _Place:
 
     Attributes:
         number: of the place.
+        was_in_memory: no files were read for it.
         is_ready: the worker has loaded the adapter.
         is_closing: its further requests wait, so that another adapter gets the place.
         is_dropped: the adapter has no name any more: it leaves with its last request.
@@ -30,6 +37,7 @@ class _Place:
 
     number: int
     adapter: AdapterRef
+    was_in_memory: bool
     is_ready: bool = False
     is_closing: bool = False
     is_dropped: bool = False
@@ -52,30 +60,40 @@ class AdapterQueue(HeldRequests[str]):
     """Hold requests back until the worker has loaded their adapter.
 
     The worker has a number of places. A wanted adapter gets a free one, else the place of the
-    adapter that has not been needed for longest. Where requests need all of them, adapters wait in
-    the order of their first requests; a loaded adapter with a stream of new requests cannot keep
-    them waiting for long, see MAX_OVERTAKEN_A_PLACE.
+    adapter that has not been needed for longest, which stays in the worker's memory: it needs no
+    files when it gets a place again. The memory has room for the adapters of all places, and
+    perhaps for more; the one in no place that has not been needed for longest leaves it.
+
+    Where requests need all places, adapters wait in the order of their first requests; a loaded
+    adapter with a stream of new requests cannot keep them waiting for long, see
+    MAX_OVERTAKEN_A_PLACE.
 
     Args:
         worker: the link to the worker.
         num_places: of the worker.
+        max_in_memory: adapters in its memory, at least as many as places.
     """
 
-    def __init__(self, worker: Sender, num_places: int) -> None:
+    def __init__(self, worker: Sender, num_places: int, max_in_memory: int) -> None:
         super().__init__()
         self._worker = worker
         self._num_places = num_places
+        self._max_in_memory = max_in_memory
         self._session: int | None = None  # None: there is no worker yet
         self._places: OrderedDict[str, _Place] = OrderedDict()  # the longest unused first
+        # All that the worker has read, those in places among them; the longest unused first.
+        self._memory: OrderedDict[str, AdapterRef] = OrderedDict()
         self._free: list[int] = []
         self._num_overtaken = 0
         self._num_loads = 0
+        self._num_memory_loads = 0
         self._load_s = 0.0
 
     def begin(self, session: int) -> None:
         """Forget everything: a new worker has no adapter."""
         self._session = session
         self._places.clear()
+        self._memory.clear()
         self._held.clear()
         self._free = list(reversed(range(self._num_places)))
         self._num_overtaken = 0
@@ -167,9 +185,11 @@ class AdapterQueue(HeldRequests[str]):
             requests = self._release(ready.id)
             del self._places[ready.id]
             self._free.append(place.number)
+            self._evict(ready.id)
         else:
             place.is_ready = True
             self._num_loads += 1
+            self._num_memory_loads += place.was_in_memory
             self._load_s += ready.seconds
             requests = self._begin_held(place)
         self._load_next()
@@ -177,10 +197,13 @@ class AdapterQueue(HeldRequests[str]):
 
     def drop(self, ids: list[str]) -> None:
         """Free the memory of adapters, at once or after their last requests."""
-        for place in [self._places[adapter_id] for adapter_id in ids if adapter_id in self._places]:
-            place.is_dropped = True
-            if place.is_idle:
+        for adapter_id in ids:
+            place = self._places.get(adapter_id)
+            if place is not None:
+                place.is_dropped = True
                 self._on_fewer_users(place)
+            elif adapter_id in self._memory:
+                self._evict(adapter_id)
 
     def info(self) -> InfoValues:
         """Return the counters and gauges, as docs/protocol.md lists them."""
@@ -189,10 +212,13 @@ class AdapterQueue(HeldRequests[str]):
         waiting = {r.adapter.name for r in self if r.adapter is not None}
         return {
             "max": self._num_places,
+            "max_in_memory": self._max_in_memory,
             "loaded": loaded,
+            "in_memory": [adapter.name for adapter in self._memory.values()],
             "running": running,
             "waiting": sorted(waiting),
             "loads": self._num_loads,
+            "memory_loads": self._num_memory_loads,
             "load_seconds": self._load_s,
         }
 
@@ -202,12 +228,14 @@ class AdapterQueue(HeldRequests[str]):
         place.users[request.seq] = request
         request.adapter_place = place.number
         self._places.move_to_end(place.adapter.id)
+        self._memory.move_to_end(place.adapter.id)
 
     def _on_fewer_users(self, place: _Place) -> None:
         if place.users or not place.is_ready:
             return
         if place.is_dropped:
             self._forget(place)
+            self._evict(place.adapter.id)
         self._load_next()
 
     def _waiting_adapters(self) -> list[str]:
@@ -225,7 +253,11 @@ class AdapterQueue(HeldRequests[str]):
             adapter = next(iter(self._held[adapter_id].values())).adapter
             assert adapter is not None
             assert self._session is not None
-            place = _Place(self._free.pop(), adapter)
+            was_in_memory = adapter_id in self._memory
+            if not was_in_memory:
+                self._make_room()
+                self._memory[adapter_id] = adapter
+            place = _Place(self._free.pop(), adapter, was_in_memory)
             self._places[adapter_id] = place
             self._num_overtaken = 0
             self._worker.send(LoadAdapter(adapter, place.number, self._session))
@@ -237,6 +269,17 @@ class AdapterQueue(HeldRequests[str]):
         if place.adapter.id in self._held:  # it was closed: its requests wait for their turn
             self._held[place.adapter.id] = self._held.pop(place.adapter.id)
         self._worker.send(ForgetAdapter(place.number, self._session))
+
+    def _make_room(self) -> None:
+        """Make room in memory for one more adapter, which is about to get a place."""
+        if len(self._memory) >= self._max_in_memory:
+            self._evict(next(adapter for adapter in self._memory if adapter not in self._places))
+
+    def _evict(self, adapter_id: str) -> None:
+        """Free the memory of an adapter that has no place."""
+        assert self._session is not None
+        del self._memory[adapter_id]
+        self._worker.send(EvictAdapter(adapter_id, self._session))
 
     def _close_if_overtaken(self) -> None:
         """Close the place with the fewest requests if the waiting adapters were overtaken."""

@@ -114,7 +114,7 @@ class RequestLifecycle:
         self.pool_observers: list[PoolObserver] = []
         self.report = replica_report.ReplicaReport()
         self.grammars = grammar_queue.GrammarQueue(worker)
-        self.adapters = adapter_queue.AdapterQueue(worker, args.max_loras)
+        self.adapters = adapter_queue.AdapterQueue(worker, args.max_loras, args.num_loras_in_memory)
         self.table = request_table.RequestTable(eos_ids)
         self.outbox = detok_outbox.DetokOutbox(detok)
         self.stats = stats.SchedulerStats()

@@ -25,6 +25,7 @@ from quadriga.wire.to_scheduler import SchedulerMessage, Submit
 from quadriga.wire.worker import (
     NO_ADAPTER,
     AdapterReady,
+    EvictAdapter,
     LoadAdapter,
     LoadPages,
     ResultMessage,
@@ -125,6 +126,7 @@ class SimulatedWorker:
         self._mover = None if exchange is None else SimulatedMover(exchange, clock, deliver)
         self._prices = model.prices
         self._adapters_ms = model.adapters_ms
+        self._adapters_in_memory: set[str] = set()
         self._plan_delay = model.delays_ms.plan / MS
         self._gap = model.delays_ms.gap / MS
         self._result_delay = model.delays_ms.result / MS
@@ -140,9 +142,13 @@ class SimulatedWorker:
     def send(self, message: msgspec.Struct) -> None:
         """Receive the scheduler's message to the worker."""
         if isinstance(message, LoadAdapter):
-            seconds = self._adapters_ms.load / MS
+            is_in_memory = message.adapter.id in self._adapters_in_memory
+            seconds = 0.0 if is_in_memory else self._adapters_ms.load / MS
+            self._adapters_in_memory.add(message.adapter.id)
             loaded = AdapterReady(message.adapter.id, message.place, seconds=seconds)
             self._deliver(self._clock.now + seconds, loaded)
+        elif isinstance(message, EvictAdapter):
+            self._adapters_in_memory.discard(message.id)
         elif self._mover is not None and isinstance(message, StorePages):
             self._mover.store(message, self._free_at)
         elif self._mover is not None and isinstance(message, LoadPages):

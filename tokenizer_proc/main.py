@@ -161,6 +161,7 @@ def _make_frontend(
         directory = store_directory(child.server_dir, child.of_model)
         store = AdapterStore(directory, child.config.model)
         store.load_modules()
+    num_kept = max(2 * limits.max_loras, limits.num_loras_in_memory)
     moved = Path(child.models_file).with_name(FILE_NAME) if child.models_file else None
     return Frontend(
         preparation,
@@ -173,7 +174,7 @@ def _make_frontend(
         traces=RingTraces(traces, make_exporter(traces, model), model),
         num_replicas=child.config.replicas.num_slots,
         aliases=AliasFile(moved) if moved else None,
-        adapters=Adapters(store, replicas, num_kept=2 * limits.max_loras),
+        adapters=Adapters(store, replicas, num_kept=num_kept),
     )
 
 

@@ -7,6 +7,7 @@ from quadriga.wire.grammar import GrammarForm
 from quadriga.wire.worker import (
     NO_ADAPTER,
     CompileGrammar,
+    EvictAdapter,
     ForgetAdapter,
     ForgetGrammar,
     LoadAdapter,
@@ -29,7 +30,7 @@ def is_stale(message: WorkerMessage, session: int) -> bool:
 
     Such a message was on its way to the worker before this one, or is of a scheduler that has died.
     """
-    of_session = StepPlan | StorePages | LoadPages | LoadAdapter | ForgetAdapter
+    of_session = StepPlan | StorePages | LoadPages | LoadAdapter | ForgetAdapter | EvictAdapter
     return isinstance(message, of_session) and message.session != session
 
 
@@ -72,10 +73,8 @@ class Rank:
                 self._tiers.store(message)
             case LoadPages():
                 self._tiers.load(message)
-            case LoadAdapter():
-                self.adapters.load(message)
-            case ForgetAdapter():
-                self.adapters.forget(message.place)
+            case LoadAdapter() | ForgetAdapter() | EvictAdapter():
+                self.adapters.handle(message)
             case ResetWorker():
                 self.runner.table.release_all()
                 self.adapters.forget_all()

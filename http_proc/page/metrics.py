@@ -419,6 +419,10 @@ class Collector(Families):
         yield family
         text = "Number of times that the worker has loaded an adapter"
         yield self.counter("adapter_loads", text, adapters["loads"])
+        text = "Number of loads of adapters that were in memory, so that no files were read"
+        yield self.counter("adapter_memory_loads", text, adapters["memory_loads"])
+        text = "Number of adapters in the worker's memory"
+        yield self.gauge("num_adapters_in_memory", text, len(adapters["in_memory"]))
         text = "Seconds that loads of adapters took, beside the steps"
         yield self.counter("adapter_load_seconds", text, adapters["load_seconds"])
 

@@ -223,6 +223,8 @@ class ForgetGrammar(msgspec.Struct, tag="forget", array_like=True, frozen=True):
 class LoadAdapter(msgspec.Struct, tag="load_adapter", array_like=True, frozen=True):
     """Load an adapter in parallel to the steps, and answer with AdapterReady.
 
+    Its files are read unless it is in memory already, where it stays until EvictAdapter.
+
     Attributes:
         place: from 0 to --max-loras - 1, with no adapter in it.
         session: as in StepPlan.
@@ -234,9 +236,23 @@ class LoadAdapter(msgspec.Struct, tag="load_adapter", array_like=True, frozen=Tr
 
 
 class ForgetAdapter(msgspec.Struct, tag="forget_adapter", array_like=True, frozen=True):
-    """Free the place of an adapter that no slot uses, also one that is being loaded."""
+    """Free the place of an adapter that no slot uses, also one that is being loaded.
+
+    It stays in memory.
+    """
 
     place: int
+    session: int = 0
+
+
+class EvictAdapter(msgspec.Struct, tag="evict_adapter", array_like=True, frozen=True):
+    """Free the host memory of an adapter that has no place.
+
+    Attributes:
+        id: as in AdapterRef.
+    """
+
+    id: str
     session: int = 0
 
 
@@ -254,6 +270,7 @@ WorkerMessage = (
     | ForgetGrammar
     | LoadAdapter
     | ForgetAdapter
+    | EvictAdapter
     | StorePages
     | LoadPages
     | ResetWorker

@@ -33,7 +33,7 @@ PROMPTS = [[5, 6, 7], [5, 6, 7, 8, 9, 10, 11, 12, 40, 41, 42, 43, 44, 45, 46, 47
 NUM_TOKENS = 64
 GREEDY = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True)
 NAMES = ("a0", "a1", "a2", "a3", "a4")
-MAX_LORAS = 2
+MAX_LORAS, MAX_IN_MEMORY = 2, 4
 
 
 @dataclass
@@ -85,7 +85,8 @@ def adapters(llama_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Itera
     flags = ["--model", str(llama_dir), "--served-model-name", "base", "--dtype", "float32",
              "--worker-threads", "1", "--max-total-tokens", "4096", "--port", str(port),
              "--lora-modules", f"a0={directory / 'a0'}", "--lora-dir", str(directory),
-             "--enable-lora", "--max-loras", str(MAX_LORAS)]  # fmt: skip
+             "--enable-lora", "--max-loras", str(MAX_LORAS),
+             "--max-cpu-loras", str(MAX_IN_MEMORY)]  # fmt: skip
     with running_server(tmp_path_factory.mktemp("log") / "log", *flags) as server:
         yield Adapters(server, f"http://127.0.0.1:{port}", directory, answers)
 
@@ -116,9 +117,34 @@ def test_all_adapters_and_the_model_answer_together_as_alone(adapters: Adapters)
                 assert token_ids == adapters.answers[name][i], (name, i)
             info = (await client.info())["adapters"]
         assert info["max"] == MAX_LORAS and not info["running"] and not info["waiting"]
-        assert info["loads"] >= len(NAMES)
+        assert info["loads"] >= len(NAMES) and len(info["in_memory"]) == MAX_IN_MEMORY
 
     asyncio.run(run())
+
+
+def test_an_adapter_that_was_used_before_answers_without_its_files(adapters: Adapters) -> None:
+    """More adapters than places take turns; their copies are not there to be read."""
+    with Client(adapters.server.endpoint) as client:
+        names, before = NAMES[:MAX_IN_MEMORY], client.info()
+        for name in names:
+            client.generate(PROMPTS[0], GREEDY, adapter=name)
+        between = client.info()["adapters"]
+        assert sorted(between["in_memory"]) == sorted(names)
+        copies, away = Path(before["adapter_directory"]), adapters.directory.parent / "away"
+        ids = [before["adapter_ids"][name] for name in names]
+        away.mkdir()
+        for adapter_id in ids:
+            (copies / adapter_id).rename(away / adapter_id)
+        try:
+            for name in names:
+                answer = client.generate(PROMPTS[1], GREEDY, adapter=name)
+                assert answer.token_ids == adapters.answers[name][1]
+        finally:
+            for adapter_id in ids:
+                (away / adapter_id).rename(copies / adapter_id)
+        after = client.info()["adapters"]
+    assert after["loads"] - between["loads"] >= MAX_IN_MEMORY - MAX_LORAS
+    assert after["memory_loads"] - between["memory_loads"] == after["loads"] - between["loads"]
 
 
 def test_requests_name_adapters_as_models_and_the_list_has_their_parent(adapters: Adapters) -> None:

@@ -232,7 +232,9 @@ def random_life(
     """
     args = replace(random_args(source), speculative_method=speculative_method)
     if has_adapters:
-        args = replace(args, max_loras=source.randint(1, 3))
+        num_places = source.randint(1, 3)
+        num_in_memory = num_places + source.randint(0, 2)
+        args = replace(args, max_loras=num_places, max_cpu_loras=num_in_memory)
     if has_pins:
         args = replace(args, cache_pin_fraction=source.choice([0.1, 0.5, 1.0]))
     num_pages, page_size = source.randint(2, 16), source.choice([1, 2, 3, 4, 8])

@@ -85,6 +85,8 @@ def facts_of(message: Any) -> Iterator[Fact]:
             yield "load adapter", msgspec.to_builtins(message.adapter), message.place
         case worker.ForgetAdapter():
             yield "forget adapter", message.place
+        case worker.EvictAdapter():
+            yield "evict adapter", message.id
         case worker.StorePages():
             yield "store pages", _ids(message.pages), message.hashes.hex()
         case worker.LoadPages():

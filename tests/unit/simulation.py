@@ -21,6 +21,7 @@ from quadriga.wire.to_scheduler import (
 from quadriga.wire.worker import (
     NO_ADAPTER,
     AdapterReady,
+    EvictAdapter,
     ForcedRow,
     ForgetAdapter,
     GuessedRow,
@@ -122,6 +123,7 @@ class SimulatedWorker:
         self.poolings: dict[int, Pooling] = {}
         self.loads: deque[LoadAdapter] = deque()
         self.adapters: dict[int, str] = {}  # by place
+        self.in_memory: set[str] = set()  # ids
         self.forgotten: dict[int, int] = {}  # places, and how many plans come before
         self.adapter_of: dict[int, str] = {}  # by slot
         self.now = 1000.0
@@ -144,6 +146,11 @@ class SimulatedWorker:
             free = message.place not in places or message.place in self.forgotten
             assert free, "a place is given to two adapters"
             self.loads.append(message)
+            self.in_memory.add(message.adapter.id)
+        elif isinstance(message, EvictAdapter):
+            places = {place for place in self.adapters if place not in self.forgotten}
+            assert message.id not in {self.adapters[place] for place in places}
+            self.in_memory.remove(message.id)
         elif isinstance(message, ForgetAdapter):
             self.loads = deque(load for load in self.loads if load.place != message.place)
             self.forgotten[message.place] = len(self.plans)
@@ -233,6 +240,7 @@ class SimulatedWorker:
             lost.clear()
         for also in (self.loads, self.adapters, self.adapter_of, self.forgotten):
             also.clear()
+        self.in_memory.clear()
         self.poolings.clear()
         self.free_at = self.now
 
@@ -446,6 +454,7 @@ class World:
         self.scheduler = Scheduler(
             args, frozenset({EOS}), worker, detok, lambda: self.worker.now, NoJournal()
         )
+        self._max_in_memory = args.num_loras_in_memory
         self._ready = WorkerReady(
             num_pages,
             page_size,
@@ -557,6 +566,7 @@ class World:
     def _check(self) -> None:
         if self.checked:
             self.scheduler.check()
+            assert len(self.worker.in_memory) <= self._max_in_memory
 
     def run(self, max_steps: int = 10_000) -> int:
         """Run until idle. Return the number of steps."""

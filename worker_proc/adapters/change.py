@@ -12,6 +12,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from quadriga.errors import ModelError
+
 
 @dataclass(frozen=True, slots=True)
 class Part:
@@ -100,6 +102,14 @@ class Adapter:
     def num_bytes(self) -> int:
         """Bytes of all tensors in float32."""
         return sum(tensor.numel() * tensor.element_size() for tensor in self.tensors())
+
+
+def no_room_for_adapter(num_bytes: int, device: torch.device) -> ModelError:
+    """Return the error where a device has not so much memory left."""
+    return ModelError(
+        f"the adapter takes {num_bytes / 2**20:.0f} MiB, more than is free on {device}: start with"
+        " a lower --mem-fraction-static, or fewer --max-loras"
+    )
 
 
 class AdapterLimits(NamedTuple):

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from quadriga.wire.worker import NO_ADAPTER
-from worker_proc.adapters.change import Adapter, LinearChange
+from worker_proc.adapters.change import Adapter, LinearChange, no_room_for_adapter
 from worker_proc.models.attention import AttentionShape, BatchLayout, Ints
 from worker_proc.models.base import Model
 from worker_proc.models.layers import (
@@ -500,11 +500,21 @@ class TorchAdapters:
         self._matrices, self._device = model.matrices(), device
         self._adapters: dict[int, tuple[dict[nn.Module, LinearChange], Tensor | None]] = {}
 
+    def on_device(self, adapter: Adapter) -> Adapter:
+        """Return an adapter on the model's device. Raise ModelError if there is no memory for it.
+
+        On a CPU it is the adapter itself.
+        """
+        try:
+            return adapter.to(self._device)
+        except torch.OutOfMemoryError as error:
+            raise no_room_for_adapter(adapter.num_bytes, self._device) from error
+
     def set_adapter(self, index: int, adapter: Adapter | None) -> None:
         """Let an index have an adapter, or none."""
         self._adapters.pop(index, None)
         if adapter is not None:
-            adapter = adapter.to(self._device)
+            adapter = self.on_device(adapter)
             changes: dict[nn.Module, LinearChange] = {
                 self._matrices[number]: change for number, change in adapter.changes.items()
             }
@@ -569,6 +579,9 @@ class TorchEngine(Engine):
     def logits(self, hidden: Tensor, adapters: Ints | None = None) -> Tensor:
         adapted = self._adapters.of_rows(adapters)
         return self.model.compute_logits(TorchOps(self._packed, adapted=adapted), hidden)
+
+    def upload_adapter(self, packed: Adapter) -> Adapter:
+        return self._adapters.on_device(packed)
 
     def set_adapter(self, index: int, adapter: Adapter | None) -> None:
         self._adapters.set_adapter(index, adapter)

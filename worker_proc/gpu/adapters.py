@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -10,7 +11,7 @@ from torch import Tensor, nn
 
 from quadriga.errors import ModelError
 from quadriga.wire.worker import NO_ADAPTER
-from worker_proc.adapters.change import Adapter, AdapterLimits, LinearChange
+from worker_proc.adapters.change import Adapter, AdapterLimits, LinearChange, no_room_for_adapter
 from worker_proc.gpu.kernels import adapters as kernels
 from worker_proc.gpu.kernels.adapters import BLOCK_ROWS, TILE_OUTPUTS, RowGroups
 from worker_proc.models.attention import Ints
@@ -27,6 +28,52 @@ DOWN, UP, SPANS, GAIN, SHIFT, EMBEDDING, RANKS, WIDTH = (
         kernels.RANKS, kernels.WIDTH,
     )
 )  # fmt: skip
+
+
+class Address(NamedTuple):
+    """A field that has an address.
+
+    Attributes:
+        matrix, field: as in kernels/adapters.py.
+        offset: of what it leads to, in bytes of the adapter's memory.
+    """
+
+    matrix: int
+    field: int
+    offset: int
+
+
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class HostAdapter(Adapter):
+    """An adapter in host memory, as it is copied to the device.
+
+    `changes` and `embedding` are empty: `memory` has the numbers.
+
+    Attributes:
+        fields: `[matrices, fields]` int64, without the addresses.
+        addresses: the fields that lack them.
+        memory: `[bytes]`.
+    """
+
+    fields: Ints
+    addresses: tuple[Address, ...]
+    memory: Tensor
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes, in host memory and on the device."""
+        return len(self.memory)
+
+    def upload(self, device: torch.device) -> "DeviceAdapter":
+        """Return a copy on the device. Raise ModelError if there is no memory for it."""
+        try:
+            memory = _to_device(self.memory, device)
+        except torch.OutOfMemoryError as error:
+            raise no_room_for_adapter(self.num_bytes, device) from error
+        fields = self.fields.copy()
+        for matrix, field, offset in self.addresses:
+            fields[matrix, field] = memory.data_ptr() + offset
+        return DeviceAdapter({}, fields=fields, memory=memory)
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
@@ -114,14 +161,12 @@ class GPUAdapters:
         self._table = torch.zeros(size, dtype=torch.int64, device=device)
         self._held: dict[int, DeviceAdapter] = {}
 
-    def pack(self, adapter: Adapter) -> DeviceAdapter:
-        """Copy an adapter to the device, in any thread.
+    def pack(self, adapter: Adapter) -> HostAdapter:
+        """Return an adapter in host memory, in any thread.
 
         Raises:
-            ModelError: it changes experts, or there is no memory for it.
+            ModelError: it changes experts, or its ranks are too many.
         """
-        if isinstance(adapter, DeviceAdapter):
-            return adapter
         if num_experts := len(self._of_experts & adapter.changes.keys()):
             raise ModelError(
                 f"the adapter changes the matrices of experts ({num_experts} of them), which the"
@@ -134,23 +179,28 @@ class GPUAdapters:
         if adapter.embedding is not None:
             number = self._numbers[self._embedding]
             packer.put(number, EMBEDDING, adapter.embedding.to(self._dtype))
-        try:
-            return packer.finish(self._device)
-        except torch.OutOfMemoryError as error:
-            raise ModelError(
-                f"the adapter takes {packer.num_bytes / 2**20:.0f} MiB, more than is free on"
-                f" {self._device}: start with a lower --mem-fraction-static, or fewer --max-loras"
-            ) from error
+        return packer.finish()
+
+    def upload(self, adapter: Adapter) -> DeviceAdapter:
+        """Return an adapter on the device, in any thread.
+
+        Raises:
+            ModelError: as `pack`, or there is no memory for it.
+        """
+        if isinstance(adapter, DeviceAdapter):
+            return adapter
+        packed = adapter if isinstance(adapter, HostAdapter) else self.pack(adapter)
+        return packed.upload(self._device)
 
     def set_adapter(self, index: int, adapter: Adapter | None) -> None:
         """Let an index have an adapter from the next step on, or none."""
-        packed = None if adapter is None else self.pack(adapter)
-        if packed is None:
+        held = None if adapter is None else self.upload(adapter)
+        if held is None:
             self._table[index].zero_()
             self._held.pop(index, None)
         else:
-            self._table[index].copy_(send(packed.fields, self._device))
-            self._held[index] = packed
+            self._table[index].copy_(send(held.fields, self._device))
+            self._held[index] = held
 
     def of_rows(self, adapters: Ints) -> StepAdapters:
         """Return the rows that have adapters.
@@ -279,19 +329,16 @@ class _Packer:
         self.put(number, SPANS, torch.from_numpy(np.stack((firsts, counts, places), 1)))
         self._fields[number, WIDTH] = width
 
-    def finish(self, device: torch.device) -> DeviceAdapter:
-        """Copy all tensors to the device, and return the adapter."""
-        on_host, begin = torch.zeros(self.num_bytes, dtype=torch.uint8), 0
-        begins: list[int] = []
-        for _, _, tensor in self._tensors:
-            place = on_host[begin : begin + tensor.nbytes]
+    def finish(self) -> HostAdapter:
+        """Copy all tensors, and return the adapter."""
+        memory, begin = torch.zeros(self.num_bytes, dtype=torch.uint8), 0
+        addresses = []
+        for number, field, tensor in self._tensors:
+            place = memory[begin : begin + tensor.nbytes]
             place.view(tensor.dtype).view(tensor.shape).copy_(tensor)
-            begins.append(begin)
+            addresses.append(Address(number, field, begin))
             begin += _round_up(tensor.nbytes)
-        memory = _to_device(on_host, device)
-        for (number, field, _), offset in zip(self._tensors, begins, strict=True):
-            self._fields[number, field] = memory.data_ptr() + offset
-        return DeviceAdapter({}, fields=self._fields, memory=memory)
+        return HostAdapter({}, fields=self._fields, addresses=tuple(addresses), memory=memory)
 
 
 def _round_up(count: int) -> int:

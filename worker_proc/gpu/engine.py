@@ -284,6 +284,10 @@ class TritonEngine(Engine):
         return adapter if self._adapters is None else self._adapters.pack(adapter)
 
     @torch.inference_mode()
+    def upload_adapter(self, packed: "Adapter") -> "Adapter":
+        return packed if self._adapters is None else self._adapters.upload(packed)
+
+    @torch.inference_mode()
     def set_adapter(self, index: int, adapter: "Adapter | None") -> None:
         if self._adapters is None:
             raise ModelError(

@@ -46,7 +46,9 @@ def make_loader(child: Child, files: ModelFiles, runner: Runner, answers: bool) 
     def send(ready: AdapterReady) -> None:
         results[0].send(ready)
 
-    return AdapterLoader(read, runner.engine.set_adapter, send if answers else None, prepare)
+    engine = runner.engine
+    answer = send if answers else None
+    return AdapterLoader(read, engine.upload_adapter, engine.set_adapter, answer, prepare)
 
 
 def check_modules(child: Child, files: ModelFiles, runner: Runner) -> None:

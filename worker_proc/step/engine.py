@@ -325,7 +325,7 @@ class Engine(ABC):
         return sample(logits, rows)
 
     def pack_adapter(self, adapter: "Adapter") -> "Adapter":
-        """Return an adapter in the form that `set_adapter` has to make of it otherwise.
+        """Return an adapter in host memory, in the form that `upload_adapter` copies.
 
         It takes the time of a few steps, in any thread, also while a step is computed.
 
@@ -334,6 +334,17 @@ class Engine(ABC):
         """
         return adapter
 
+    def upload_adapter(self, packed: "Adapter") -> "Adapter":
+        """Return a packed adapter in the device's memory, in the form that `set_adapter` takes.
+
+        On a CPU that is the packed adapter itself. It may be called in any thread, also while a
+        step is computed.
+
+        Raises:
+            ModelError: there is no memory for it.
+        """
+        return packed
+
     def set_adapter(self, index: int, adapter: "Adapter | None") -> None:  # noqa: ARG002
         """Let slots whose `SlotTable.adapters` has an index be computed with an adapter.
 
@@ -341,8 +352,8 @@ class Engine(ABC):
 
         Args:
             index: from 0 on, below --max-loras.
-            adapter: read for this model, or a result of `pack_adapter`; None: nothing has the
-                index from now on.
+            adapter: read for this model, or a result of `pack_adapter` or, so that nothing is left
+                to do, of `upload_adapter`; None: nothing has the index from now on.
 
         Raises:
             ModelError: the engine computes no adapters.

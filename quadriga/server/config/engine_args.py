@@ -230,7 +230,12 @@ class SchedulerArgs:
         15, "largest number of draft tokens of a request in one step", unit="TOKENS"
     )
     max_loras: int = flag(
-        16, "LoRA adapters that the worker holds, and one step computes; others wait for a place"
+        16, "LoRA adapters that one step may compute; requests of others wait for a place"
+    )
+    max_cpu_loras: int | None = flag(
+        None,
+        "LoRA adapters that stay read in the worker's host memory, those of --max-loras among them;"
+        " another one is read from its files again (default: --max-loras)",
     )
     journal: str = flag(
         "",
@@ -310,6 +315,12 @@ class SchedulerArgs:
             raise ConfigError("--resume goes on with a journal: say which with --journal DIR")
         if self.no_journal and self.journal:
             raise ConfigError("--no-journal contradicts --journal: leave one out")
+        if self.num_loras_in_memory < self.max_loras:
+            raise ConfigError(
+                f"--max-cpu-loras {self.max_cpu_loras} is fewer than the {self.max_loras} adapters"
+                f" of a step (--max-loras): set it to {self.max_loras} or more, or lower"
+                " --max-loras"
+            )
         if self.disable_radix_cache and self.schedule_policy in ("lpm", "dfs-weight"):
             raise ConfigError(
                 f"--schedule-policy {self.schedule_policy} orders by cached prefixes:"
@@ -325,6 +336,11 @@ class SchedulerArgs:
                 "--priority-preemption-threshold has no effect with --schedule-policy"
                 f" {self.schedule_policy}: add --schedule-policy priority, or leave it out"
             )
+
+    @property
+    def num_loras_in_memory(self) -> int:
+        """Number of adapters that stay read, those of a step among them."""
+        return self.max_loras if self.max_cpu_loras is None else self.max_cpu_loras
 
     @property
     def prefill_width(self) -> int:

@@ -25,7 +25,13 @@ from tests.unit.worker_driver import Driver, load_on_cpu, prompts_of, runner_of
 from worker_proc.adapters.change import Adapter, AdapterLimits, LinearChange
 from worker_proc.engines.torch_engine import TorchAdapters, TorchOps
 from worker_proc.gpu import adapters as gpu_adapters
-from worker_proc.gpu.adapters import GPUAdapters, group_rows, num_blocks_of
+from worker_proc.gpu.adapters import (
+    DeviceAdapter,
+    GPUAdapters,
+    HostAdapter,
+    group_rows,
+    num_blocks_of,
+)
 from worker_proc.gpu.engine import TritonEngine
 from worker_proc.gpu.kernels.adapters import BLOCK_ROWS
 from worker_proc.models.decoder import Decoder
@@ -272,7 +278,33 @@ def test_what_cannot_be_computed_is_refused(
 
     monkeypatch.setattr(gpu_adapters, "_to_device", run_out)
     with pytest.raises(ModelError, match=r"more than is free on .*lower --mem-fraction-static"):
-        adapters.pack(random_adapter(model, 4, seed=0))
+        adapters.upload(adapters.pack(random_adapter(model, 4, seed=0)))
+
+
+def test_a_packed_adapter_stays_in_host_memory_and_is_uploaded_as_often_as_it_is_asked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def copied(memory: torch.Tensor, device: torch.device) -> torch.Tensor:
+        return memory.to(device, copy=True)  # also where the device is a CPU
+
+    monkeypatch.setattr(gpu_adapters, "_to_device", copied)
+    directory = tiny_llama(tmp_path, **SMALL)
+    runner, requests = runner_of(directory, **TRITON), requests_of(1)
+    engine = runner.engine
+    packed = engine.pack_adapter(adapters_of(decoder(directory))[0])
+    assert isinstance(packed, HostAdapter)
+    before = packed.fields.copy(), packed.memory.clone()
+    answers = []
+    for _ in range(2):
+        uploaded = engine.upload_adapter(packed)
+        assert isinstance(uploaded, DeviceAdapter) and uploaded.num_bytes == packed.num_bytes
+        engine.set_adapter(0, uploaded)
+        answers.append(run_adapted(runner, requests, 3))
+        engine.set_adapter(0, None)
+        with torch.inference_mode():  # as where the device's memory is used for something else
+            uploaded.memory.zero_()
+    check_equal(*answers)
+    assert (packed.fields == before[0]).all() and torch.equal(packed.memory, before[1])
 
 
 def test_an_engine_without_adapters_is_as_it_was(tmp_path: Path) -> None:

@@ -8,7 +8,14 @@ from quadriga.wire.adapter import AdapterRef
 from quadriga.wire.packing import pack_ids, unpack_ids
 from quadriga.wire.to_detok import StepOutput
 from quadriga.wire.to_scheduler import DropAdapters, Submit
-from quadriga.wire.worker import AdapterReady, ForgetAdapter, LoadAdapter, StepPlan
+from quadriga.wire.worker import (
+    AdapterReady,
+    EvictAdapter,
+    ForgetAdapter,
+    LoadAdapter,
+    StepPlan,
+    WorkerReady,
+)
 from scheduler_proc.adapter_queue import MAX_OVERTAKEN_A_PLACE
 from tests.unit.scheduler.sampling_bench import PROMPT, Bench
 from tests.unit.simulation import World, abort, reference, submit
@@ -31,9 +38,9 @@ class AdapterBench(Bench):
         outputs, self.detok.sent = list(self.detok.sent), type(self.detok.sent)()
         return outputs
 
-    def sent(self) -> LoadAdapter | ForgetAdapter:
+    def sent(self) -> LoadAdapter | ForgetAdapter | EvictAdapter:
         message = self.worker.sent.popleft()
-        assert isinstance(message, LoadAdapter | ForgetAdapter), message
+        assert isinstance(message, LoadAdapter | ForgetAdapter | EvictAdapter), message
         return message
 
     def load(self, name: str) -> LoadAdapter:
@@ -78,6 +85,7 @@ def test_an_adapter_that_cannot_be_loaded_fails_its_requests_and_may_be_tried_ag
               output.closed]  # fmt: skip
     assert [end.finish_reason for end in closed] == ["error", "error"]
     assert closed[0].error is not None and closed[0].error.message == "no good"
+    assert bench.sent() == EvictAdapter(ref("bad").id)
     bench.ask("b", "bad")
     bench.load("bad")
 
@@ -91,10 +99,44 @@ def test_the_adapter_that_was_unused_for_longest_gives_its_place() -> None:
     bench.ask("again", "first")
     bench.end("again")
     bench.ask("third", "third")
-    forgotten, load = bench.sent(), bench.sent()
+    forgotten, evicted, load = bench.sent(), bench.sent(), bench.sent()
     assert isinstance(load, LoadAdapter) and load.adapter.name == "third"
     assert forgotten == ForgetAdapter(load.place)
+    assert evicted == EvictAdapter(ref("second").id)
     assert bench.scheduler.info()["adapters"]["loaded"] == ["first"]
+
+
+def test_an_adapter_without_a_place_stays_in_memory_until_others_need_the_room() -> None:
+    bench = AdapterBench(max_loras=1, max_cpu_loras=2)
+
+    def use(name: str) -> list[object]:
+        """Return what the worker is sent before it loads the adapter."""
+        bench.ask(name, name)
+        before: list[object] = []
+        while not isinstance(message := bench.sent(), LoadAdapter):
+            before.append(message)
+        assert message.adapter.name == name
+        bench.ready(message)
+        bench.end(name)
+        return before
+
+    def info() -> list[object]:
+        adapters = bench.scheduler.info()["adapters"]
+        return [adapters["loaded"], adapters["in_memory"], adapters["loads"],
+                adapters["memory_loads"]]  # fmt: skip
+
+    assert use("first") == []
+    assert use("second") == [ForgetAdapter(0)]
+    assert info() == [["second"], ["first", "second"], 2, 0]
+    assert use("first") == [ForgetAdapter(0)]
+    assert info() == [["first"], ["second", "first"], 3, 1]
+    assert use("third") == [ForgetAdapter(0), EvictAdapter(ref("second").id)]
+    assert info() == [["third"], ["first", "third"], 4, 1]
+    bench.scheduler.step([DropAdapters([ref("first").id, ref("unknown").id])], [])
+    assert bench.sent() == EvictAdapter(ref("first").id)
+    assert info() == [["third"], ["third"], 4, 1]
+    bench.scheduler.step([], [WorkerReady(64, 4, 16, "float32", "cpu", session=1)])
+    assert info() == [[], [], 4, 1]
 
 
 def test_an_adapter_without_a_name_leaves_with_its_last_request() -> None:
@@ -106,6 +148,7 @@ def test_an_adapter_without_a_name_leaves_with_its_last_request() -> None:
     assert bench.scheduler.info()["adapters"]["loaded"] == ["old"]
     bench.end("a")
     assert bench.sent() == ForgetAdapter(load.place)
+    assert bench.sent() == EvictAdapter(load.adapter.id)
     assert bench.scheduler.info()["adapters"]["loaded"] == []
 
 

@@ -37,6 +37,7 @@ from quadriga.wire.worker import (
     EXTEND,
     MIXED,
     CompileGrammar,
+    EvictAdapter,
     ForgetAdapter,
     ForgetGrammar,
     LoadAdapter,
@@ -103,6 +104,7 @@ MESSAGES: list[msgspec.Struct] = [
     ForgetGrammar(b"a key"),
     LoadAdapter(AdapterRef("an id", "a name", "a path"), 2),
     ForgetAdapter(2),
+    EvictAdapter("an id"),
     StorePages(pack_ids([1, 2]), b"some hashes"),
     LoadPages(6, pack_ids([1, 2]), b"some hashes"),
     ResetWorker(),
@@ -121,7 +123,7 @@ MESSAGES: list[msgspec.Struct] = [
 ]
 NO_DECISIONS = {
     "StepPlan.session", "StorePages.session", "LoadPages.session",  # of a link
-    "LoadAdapter.session", "ForgetAdapter.session",
+    "LoadAdapter.session", "ForgetAdapter.session", "EvictAdapter.session",
     "StepOutput.session",
     "StreamStart.placement", "StreamEnd.placement", "EndedRequest.placements",  # of the frontend
     "LoadPages.load", "HandedBack.number",  # names of messages

@@ -45,11 +45,12 @@ class SchedulerMachine(RuleBasedStateMachine):
         fair=st.booleans(),
         window=st.sampled_from([0, 0, 1, 3, 8]),
         max_loras=st.integers(1, 3),
+        more_in_memory=st.integers(0, 2),
     )
     def start(
         self, policy: str, mode: str, width: int, prefill_width: int | None, running: int,
         budget: int, chunk: int | None, num_pages: int, page_size: int, at_once: bool, fair: bool,
-        window: int, max_loras: int,
+        window: int, max_loras: int, more_in_memory: int,
     ) -> None:  # fmt: skip
         flags: dict[str, Any] = {"batch_mode": mode} if mode in BATCH_MODES else {"batching": mode}
         args = SchedulerArgs(
@@ -63,6 +64,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             plan_at_once=at_once,
             fair_clients=fair,
             max_loras=max_loras,
+            max_cpu_loras=max_loras + more_in_memory,
         )
         args.validate()
         self.chaos = Chaos(args, num_pages, page_size, window=window)

@@ -140,6 +140,11 @@ def test_an_endpoint_that_is_no_address_is_an_error_with_an_example(endpoint: st
         ("--tool-call-parser :exact", "tool_call_parser is ':exact'"),
         ("--schedule-conservativeness 0", "above 0 and at most 10"),
         ("--schedule-conservativeness nan", "above 0 and at most 10"),
+        (
+            "--max-loras 8 --max-cpu-loras 4",
+            r"--max-cpu-loras 4 is fewer than the 8 adapters of a step .*: set it to 8 or more",
+        ),
+        ("--max-cpu-loras 4", "fewer than the 16 adapters"),
     ],
 )
 def test_flags_that_cannot_work_or_contradict_each_other_are_an_error_at_start(
