@@ -61,10 +61,26 @@ def load_kernels() -> ctypes.CDLL:
         raise NoCompiler(f"{library} cannot be loaded ({error}); remove it") from None
 
 
-def _library() -> Path:
+def kernels_at_hand() -> ctypes.CDLL | None:
+    """Return the compiled kernels where nothing has to be compiled for it; None: they are not."""
+    try:
+        library = _library(may_compile=False)
+    except (NoCompiler, OSError):
+        return None
+    _share_openmp()
+    try:
+        return ctypes.CDLL(str(library))
+    except OSError:
+        return None
+
+
+def _library(may_compile: bool = True) -> Path:
     """Return the path of the kernels for this CPU.
 
     They come with the installation, or are in the cache, or are compiled now.
+
+    Raises:
+        NoCompiler: there are none for the reason that the message gives.
     """
     uses_tiles = _uses_tiles()
     if ARCH_VARIABLE not in os.environ:
@@ -82,6 +98,8 @@ def _library() -> Path:
     library = folder / f"{_key(command)}.so"
     if library.is_file():
         return library
+    if not may_compile:
+        raise NoCompiler(f"{library} was not compiled yet")
     command_line = " ".join(compiler)
     logging.info("compiling the kernels for this CPU, once: %s; 20 s on two cores", command_line)
     folder.mkdir(parents=True, exist_ok=True)

@@ -1,12 +1,12 @@
 """The exchange of KV pages between replicas with roles (--prefill-replicas).
 
-A replica that computes prompts for others keeps their pages in a tier of files in shared memory.
-The other replicas of the machine read these files as a tier of their own, which may lose pages at
-any time.
+A replica that computes prompts for others keeps their pages in a tier in shared memory, or in the
+files of --kv-cache-dir. The other replicas of the machine read it as a tier of their own, which may
+lose pages at any time.
 """
 
 import shutil
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -20,12 +20,20 @@ from quadriga.server.config.engine_args import (
 )
 from quadriga.server.models.resolve import ModelFiles
 from quadriga.server.processes.run_dir import SHARED_MEMORY, remove_left_behind
-from worker_proc.kv_tiers.tiers import HEADER, PeerFiles
+from worker_proc.kv_tiers.page_copies import PageCopies
+from worker_proc.kv_tiers.shared_pages import (
+    SharedPages,
+    SharedPeers,
+    file_bytes,
+    places_in,
+    shared_file,
+)
+from worker_proc.kv_tiers.tiers import PeerFiles, PeerTier
 from worker_proc.startup.devices import free_memory
 from worker_proc.step.runner import Runner
 
 GIB = 2**30
-# Of the free memory or disk with the pages of all replicas together.
+# Of the free memory with the pages of all replicas together.
 EXCHANGE_SHARE = 0.5
 
 
@@ -51,49 +59,82 @@ class PageExchange:
         sources = [number for number in range(args.prefill_replicas) if number != replica.number]
         return cls(directory, args.computes_prompts(replica.number), tuple(sources))
 
-    def peers(self, args: WorkerArgs, namespace: bytes) -> PeerFiles:
-        """Return the tiers of the other replicas. namespace: as in PeerFiles."""
-        root = Path(args.kv_cache_dir or self.directory).absolute()
-        return PeerFiles([directory_of(root, number) for number in self.sources], namespace)
+    def peers(
+        self, args: WorkerArgs, namespace: bytes, page_bytes: int, copies: PageCopies
+    ) -> PeerTier:
+        """Return the tiers of the other replicas.
 
-    def flags(
+        Args:
+            args: the worker's flags.
+            namespace: as in PeerFiles.
+            page_bytes: size of a page.
+            copies: what copies pages.
+        """
+        root = Path(args.kv_cache_dir or self.directory).absolute()
+        directories = [directory_of(root, number) for number in self.sources]
+        if args.kv_cache_dir:
+            return PeerFiles(directories, namespace)
+        return SharedPeers(directories, namespace, page_bytes, copies)
+
+    def has_memory(self, args: WorkerArgs) -> bool:
+        """Return whether this replica keeps pages in shared memory for others."""
+        return self.exports and not args.kv_cache_dir
+
+    def open_memory(
         self,
         args: WorkerArgs,
         files: ModelFiles,
         runner: Runner,
         replica: ReplicaPlace,
+        namespace: bytes,
         page_bytes: int,
-    ) -> WorkerArgs:
-        """Return flags with the tier in which this replica keeps pages for others.
+        copies: PageCopies,
+        num_spare: int,
+    ) -> SharedPages:
+        """Return the tier in which this replica keeps pages for others.
+
+        Args:
+            args: the worker's flags.
+            files: the model.
+            runner: what runs it.
+            replica: the replica of this worker.
+            namespace: as in SharedPages.
+            page_bytes: size of a page.
+            copies: what makes checksums.
+            num_spare: as in SharedPages.
 
         Raises:
             ConfigError: there is no room for the longest prompt.
         """
-        if args.kv_cache_dir or not self.exports:
-            return args
         remove_left_behind()
         Path(self.directory).mkdir(mode=0o700, parents=True, exist_ok=True)
-        num_bytes = self._num_bytes(runner, files.context_length, page_bytes)
-        size = num_bytes * replica.num_replicas / GIB  # of all replicas
-        return replace(args, kv_cache_dir=self.directory, kv_cache_dir_size=size)
+        directory = directory_of(Path(self.directory), replica.number)
+        max_pages = runner.table.num_pages
+        if args.kv_offloading_size:
+            max_pages = int(args.kv_offloading_size * GIB / replica.num_replicas) // page_bytes
+        longest = -(-files.context_length // runner.table.page_size) + 1
+        needed = min(longest, max_pages)
+        if not shared_file(directory, namespace).exists():  # its memory is not free then
+            room = places_in(self._room(), page_bytes) - num_spare
+            if room < needed:
+                raise self._no_room(file_bytes(page_bytes, needed + num_spare))
+            max_pages = min(max_pages, room)
+        return SharedPages(directory, namespace, page_bytes, max_pages, copies, num_spare)
 
-    def _num_bytes(self, runner: Runner, context: int, page_bytes: int) -> int:
-        """Return the size of all pages that are kept: as much as the pool, if there is room."""
+    def _room(self) -> int:
+        """Return the bytes that this replica may use."""
         free_bytes = shutil.disk_usage(self.directory).free
         if Path(self.directory).is_relative_to(SHARED_MEMORY):
             free_bytes = min(free_bytes, free_memory(torch.device("cpu")))
-        room = int(EXCHANGE_SHARE * free_bytes / (1 + len(self.sources)))
-        table, file_bytes = runner.table, HEADER.size + page_bytes
-        longest = -(-context // table.page_size) + 1
-        needed = min(longest, table.num_pages) * file_bytes
-        if room < needed:
-            raise ConfigError(
-                f"--prefill-replicas exchanges KV pages in {self.directory}, where"
-                f" {room / GIB:.2f} GiB are free for each replica that computes prompts, and a"
-                f" prompt of this model takes up to {needed / GIB:.2f} GiB: make room, or name"
-                " another directory by --kv-cache-dir"
-            )
-        return min(room, table.num_pages * file_bytes)
+        return int(EXCHANGE_SHARE * free_bytes / (1 + len(self.sources)))
+
+    def _no_room(self, needed: int) -> ConfigError:
+        return ConfigError(
+            f"--prefill-replicas exchanges KV pages in {self.directory}, where"
+            f" {self._room() / GIB:.2f} GiB are free for each replica that computes prompts, and a"
+            f" prompt of this model takes up to {needed / GIB:.2f} GiB: make room, or name"
+            " another directory by --kv-cache-dir"
+        )
 
 
 def directory_of(root: Path, number: int) -> Path:

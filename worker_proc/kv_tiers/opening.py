@@ -26,7 +26,8 @@ from quadriga.server.models.resolve import ModelFiles, weights_digest
 from quadriga.server.processes.logs import log_exception
 from quadriga.wire.sockets import Outbox
 from worker_proc.kv_tiers.exchange import PageExchange, directory_of
-from worker_proc.kv_tiers.page_mover import NICENESS, PageMover, Report
+from worker_proc.kv_tiers.page_copies import page_copies
+from worker_proc.kv_tiers.page_mover import NICENESS, PageMover, Report, num_spare_of
 from worker_proc.kv_tiers.pool_pages import (
     CudaStream,
     DevicePool,
@@ -34,7 +35,7 @@ from worker_proc.kv_tiers.pool_pages import (
     HostStream,
     PoolPages,
 )
-from worker_proc.kv_tiers.tiers import HostPages, PageFiles
+from worker_proc.kv_tiers.tiers import HostPages, MemoryPages, PageFiles
 from worker_proc.startup.devices import free_memory
 from worker_proc.step.engine import Engine
 from worker_proc.step.runner import Runner
@@ -105,12 +106,18 @@ def open_tiers(
     _check(runner, args.offload_flags if exchange is None else "--prefill-replicas")
     device = runner.table.device
     pages = pool_pages(runner.engine, device)
-    peers = None
+    peers = on_disk = None
+    memory: MemoryPages | None = None
     if exchange is not None:
-        peers = exchange.peers(args, namespace_of(args, files, runner, pages.page_bytes))
-        args = exchange.flags(args, files, runner, replica, pages.page_bytes)
-    memory = on_disk = None
-    if args.kv_offloading_size:
+        namespace = namespace_of(args, files, runner, pages.page_bytes)
+        peers = exchange.peers(args, namespace, pages.page_bytes, page_copies())
+    if exchange is not None and exchange.has_memory(args):
+        memory = exchange.open_memory(
+            args, files, runner, replica, namespace, pages.page_bytes, page_copies(),
+            num_spare_of(pages),
+        )  # fmt: skip
+        pages.take_from(memory)
+    elif args.kv_offloading_size:
         num_bytes = int(args.kv_offloading_size * GIB / replica.num_replicas)
         memory = HostPages(_num_pages("kv_offloading_size", num_bytes, pages.page_bytes))
         if device.type == "cuda":

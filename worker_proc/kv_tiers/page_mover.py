@@ -18,8 +18,9 @@ from typing import NamedTuple
 
 from quadriga.server.prefix_blocks import PAGE_HASH_BYTES, split_hashes
 from quadriga.wire.worker import LoadPages, PagesLoaded, StepPlan, StoredPages, StorePages
-from worker_proc.kv_tiers.pool_pages import Bytes, PageCopy, PoolPages
-from worker_proc.kv_tiers.tiers import HostPages, PageFiles, PeerTier
+from worker_proc.kv_tiers.page_copies import Bytes, PagePlace
+from worker_proc.kv_tiers.pool_pages import PageCopy, PoolPages
+from worker_proc.kv_tiers.tiers import MemoryPages, PageFiles, PeerTier
 from worker_proc.step.slot_table import ints_of
 
 NICENESS = 10
@@ -55,6 +56,11 @@ class _Batch:
     missing: bytes | None = None
 
 
+def num_spare_of(pages: PoolPages) -> int:
+    """Return how many buffers are in use at most for pages that no tier keeps."""
+    return MAX_LOADING * pages.max_batch
+
+
 class PageMover:
     """Stores and loads pages. Its methods are for the thread that runs the steps.
 
@@ -65,7 +71,7 @@ class PageMover:
         self,
         pages: PoolPages,
         page_size: int,
-        memory: HostPages | None,
+        memory: MemoryPages | None,
         files: PageFiles | None,
         make_sender: Callable[[], Callable[[Report], object]],
         on_error: Callable[[], object],
@@ -92,7 +98,7 @@ class PageMover:
         self._niceness = niceness
         self._session = 0
         num_kept = 0 if memory is None else memory.max_pages
-        pages.reserve(num_kept + MAX_LOADING * pages.max_batch)
+        pages.reserve(num_kept + num_spare_of(pages))
         # All of these are guarded by the condition.
         self._changed = threading.Condition()
         self._num_launched = self._num_ended = 0  # steps
@@ -339,16 +345,16 @@ class PageMover:
             if place is None:
                 source = self._pages.take_buffer()
                 batch.buffers.append(source)
-                place = [source]
+                place = PagePlace.at(source)
             if not self._read(name, place):
                 return False
         batch.pages.append(page)
         batch.sources.append(source)
         return True
 
-    def _read(self, name: bytes, place: Sequence[Bytes]) -> bool:
+    def _read(self, name: bytes, place: PagePlace) -> bool:
         """Read a page from the own disk or from another replica; return False if it has none."""
-        if self._files is not None and self._files.read(name, place):
+        if self._files is not None and self._files.read(name, place.buffers):
             return True
         return self._peers is not None and self._peers.read(name, place)
 
@@ -356,12 +362,17 @@ class PageMover:
         tiers = (self._memory, self._files)
         return any(tier is not None and name in tier for tier in tiers)
 
+    def _num_damaged(self) -> int:
+        """Return how many pages of the own tiers were found damaged."""
+        in_memory = 0 if self._memory is None else self._memory.num_damaged
+        return in_memory + (0 if self._files is None else self._files.num_damaged)
+
     def _report(self) -> StoredPages | None:
         """Return what has changed since the last report, with the condition held."""
         if not self._unreported:
             return None
         names, self._unreported = self._unreported, {}
-        num_damaged = 0 if self._files is None else self._files.num_damaged
+        num_damaged = self._num_damaged()
         report = StoredPages(
             b"".join(name for name in names if self._has(name)),
             b"".join(name for name in names if not self._has(name)),

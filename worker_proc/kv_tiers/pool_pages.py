@@ -15,9 +15,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from worker_proc.kv_tiers.page_copies import Bytes, PageCopies, PagePlace, Pieces, page_copies
 from worker_proc.models.transfer import send
-
-Bytes = NDArray[np.uint8]
 
 
 class PageCopy(ABC):
@@ -36,6 +35,17 @@ class PageCopy(ABC):
         """Let no step that is launched from now on, by this thread, run before the copy's end."""
 
 
+class PageMemory(Protocol):
+    """Memory of the host for pages, beyond that of this process."""
+
+    @property
+    def memory(self) -> Bytes:
+        """All of it, whether it was taken or not."""
+
+    def take(self) -> Bytes | None:
+        """Return memory for a page, `[page_bytes]`; None: there is no more."""
+
+
 class PoolPages(ABC):
     """The pages of a pool. All pages have one size.
 
@@ -49,13 +59,21 @@ class PoolPages(ABC):
 
     def __init__(self) -> None:
         self._free: list[Bytes] = []
+        self._memory: PageMemory | None = None
+
+    def take_from(self, memory: PageMemory) -> None:
+        """Take buffers from a memory as long as it has any."""
+        self._memory = memory
 
     def reserve(self, count: int) -> None:  # noqa: B027 (most memory is allocated where it is used)
         """Allocate buffers for so many pages, if that takes long."""
 
     def take_buffer(self) -> Bytes:
         """Return memory of the host for a page, `[page_bytes]`."""
-        return self._free.pop() if self._free else self._allocate()
+        if self._free:
+            return self._free.pop()
+        shared = None if self._memory is None else self._memory.take()
+        return self._allocate() if shared is None else shared
 
     def give_back(self, buffers: Iterable[Bytes]) -> None:
         """Take buffers back that no copy uses."""
@@ -65,8 +83,8 @@ class PoolPages(ABC):
         return np.empty(self.page_bytes, dtype=np.uint8)
 
     @abstractmethod
-    def place_of(self, page: int) -> Sequence[Bytes] | None:
-        """Return the memory of a page, in pieces; None if the host cannot write to it."""
+    def place_of(self, page: int) -> PagePlace | None:
+        """Return the place of a page; None if the host cannot write to it."""
 
     @abstractmethod
     def begin_copy_out(self, pages: Sequence[int], buffers: Sequence[Bytes]) -> PageCopy:
@@ -113,8 +131,6 @@ INFINITIES = {
 class _Numbers:
     """The numbers of a part of a pool, as words whose largest one says whether all are finite.
 
-    This takes a fifth of the time in which torch finds the smallest and the largest number.
-
     Attributes:
         words: `[pages, …]`.
         infinity: the word of infinity; the largest word of finite numbers is smaller.
@@ -156,35 +172,51 @@ class HostPool(PoolPages):
 
     max_batch = 1
 
-    def __init__(self, parts: Sequence[Tensor], numbers: Sequence[Tensor] | None = None) -> None:
-        """Take what `Engine.kv_parts` and `Engine.kv_numbers` return."""
-        super().__init__()
-        found = [_Numbers.of(part) for part in (parts if numbers is None else numbers)]
-        self._numbers = [part for part in found if part is not None]
-        self._parts: list[Bytes] = [part.flatten(1).view(torch.uint8).numpy() for part in parts]
-        self.page_bytes = sum(part.shape[1] for part in self._parts)
+    def __init__(
+        self,
+        parts: Sequence[Tensor],
+        numbers: Sequence[Tensor] | None = None,
+        copies: PageCopies | None = None,
+    ) -> None:
+        """Initialize.
 
-    def place_of(self, page: int) -> Sequence[Bytes]:
-        return [part[page] for part in self._parts]
+        Args:
+            parts: what `Engine.kv_parts` returns.
+            numbers: what `Engine.kv_numbers` returns; None: the parts.
+            copies: what copies pages; None: the fastest here.
+        """
+        super().__init__()
+        self._copies = page_copies() if copies is None else copies
+        self._pieces = Pieces([part.flatten(1).view(torch.uint8).numpy() for part in parts])
+        self.page_bytes = self._pieces.num_bytes
+        # Numbers that fill a page are looked at together, others part by part.
+        whole = parts if numbers is None else numbers
+        fills = all(n.is_contiguous() and n.nbytes == part.nbytes for n, part in zip(whole, parts))  # noqa: B905
+        self._format = INFINITIES.get(whole[0].dtype) if fills else None
+        found = [] if self._format else [_Numbers.of(part) for part in whole]
+        self._numbers = [part for part in found if part is not None]
+
+    def place_of(self, page: int) -> PagePlace:
+        return PagePlace(self._pieces, page)
 
     def is_finite(self, page: int) -> bool:
         """Return whether no number of a page is NaN or infinite."""
-        return all(part.are_finite(page) for part in self._numbers)
+        if self._format is None:
+            return all(part.are_finite(page) for part in self._numbers)
+        word, _unsigned, infinity = self._format
+        return self._copies.largest_word(self.place_of(page), word.itemsize) < infinity
 
     def begin_copy_out(self, pages: Sequence[int], buffers: Sequence[Bytes]) -> PageCopy:
         finite = [self.is_finite(page) for page in pages]
         for page, buffer, is_finite in zip(pages, buffers, finite, strict=True):
             if is_finite:
-                np.concatenate(self.place_of(page), out=buffer)
+                self._copies.gather(self.place_of(page), buffer)
         return _EndedCopy(finite)
 
     def begin_copy_in(self, pages: Sequence[int], sources: Sequence[Bytes | None]) -> PageCopy:
         for page, source in zip(pages, sources, strict=True):
             if source is not None:
-                begin = 0
-                for piece in self.place_of(page):
-                    np.copyto(piece, source[begin : begin + len(piece)])
-                    begin += len(piece)
+                self._copies.scatter(source, self.place_of(page))
         return _EndedCopy([self.is_finite(page) for page in pages])
 
 

@@ -1,7 +1,8 @@
 """The tiers of KV pages beyond the pool: copies by their names, up to a size.
 
 `HostPages` is in memory, `PageFiles` on disk, and a `PeerTier` has those of other replicas:
-`PeerFiles` on this machine. Each is used by one thread at a time.
+`PeerFiles` on this machine. shared_pages.py has the tiers in shared memory. Each is used by one
+thread at a time.
 """
 
 import fcntl
@@ -19,7 +20,34 @@ from typing import Protocol
 
 from quadriga import disk
 from quadriga.errors import ConfigError
-from worker_proc.kv_tiers.pool_pages import Bytes
+from worker_proc.kv_tiers.page_copies import Bytes, PagePlace
+
+
+class MemoryPages(Protocol):
+    """The contract of a tier in memory.
+
+    Attributes:
+        max_pages: number of pages that are kept at most.
+        num_damaged: number of pages that were found changed since they were written.
+    """
+
+    max_pages: int
+    num_damaged: int
+
+    def names(self) -> Iterable[bytes]:
+        """Return the names of all pages, the least recently used first."""
+
+    def __contains__(self, name: bytes) -> bool: ...
+
+    def get(self, name: bytes) -> Bytes | None:
+        """Return a page, which is valid until the next call of `keep`; None if it is not there."""
+
+    def keep(self, name: bytes, page: Bytes) -> tuple[list[bytes], list[Bytes]]:
+        """Keep a page in its own memory.
+
+        Returns:
+            The names of the pages that made room for it, and the memory that is not needed now.
+        """
 
 
 class HostPages:
@@ -27,6 +55,8 @@ class HostPages:
 
     It keeps the memory that it is given, and gives it back with the page.
     """
+
+    num_damaged = 0  # what is in the memory of this process is taken as it is
 
     def __init__(self, max_pages: int) -> None:
         self.max_pages = max_pages
@@ -119,7 +149,7 @@ class PageFiles:
             for made in (directory, self._own):
                 os.makedirs(made, 0o700, exist_ok=True)
             self._check_owner()
-            self._lock = _lock(directory)
+            self._lock = lock_directory(directory)
             self._scan()
         except OSError as error:
             raise ConfigError(
@@ -275,12 +305,12 @@ class PeerTier(Protocol):
                 another replica ends then.
         """
 
-    def read(self, name: bytes, buffers: Sequence[Bytes]) -> bool:
-        """Copy a page to memory in pieces.
+    def read(self, name: bytes, place: PagePlace) -> bool:
+        """Copy a page.
 
         Returns:
             False if no replica has it as it was written, or sends it in time, or the last `begin`
-            has not named it. The memory holds anything then.
+            has not named it. The place holds anything then.
         """
 
 
@@ -307,15 +337,16 @@ class PeerFiles:
     def begin(self, names: Sequence[bytes], is_wanted: Callable[[], bool]) -> None:
         """Do nothing: files are there at once."""
 
-    def read(self, name: bytes, buffers: Sequence[Bytes]) -> bool:
-        """Copy a page to memory in pieces.
+    def read(self, name: bytes, place: PagePlace) -> bool:
+        """Copy a page.
 
         Returns:
-            False if no replica has it as it was written. The memory holds anything then.
+            False if no replica has it as it was written. The place holds anything then.
         """
         for directory in self._directories:
             try:
-                is_whole = _read_page(path_of(directory, name), self._namespace, name, buffers)
+                path = path_of(directory, name)
+                is_whole = _read_page(path, self._namespace, name, place.buffers)
             except OSError:  # this replica does not have it
                 continue
             if is_whole:
@@ -368,7 +399,7 @@ def _page_files(root: Path) -> Iterator[str]:
                         yield file.path
 
 
-def _lock(directory: Path) -> int:
+def lock_directory(directory: Path) -> int:
     """Lock a directory as long as this process lives. Return the open file."""
     fd = disk.open_regular(directory / "lock", os.O_RDWR | os.O_CREAT)
     give_up_at = time.monotonic() + LOCK_TIMEOUT_S

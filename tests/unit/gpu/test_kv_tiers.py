@@ -21,9 +21,9 @@ from tests.triton_device import DEVICE  # isort: skip (before what it has to pre
 from tests.unit.gpu.graphs import capture, runner_with, small_llama
 from tests.unit.worker_driver import Driver, Request, plan_of, prompts_of
 from worker_proc.kv_tiers import opening, pool_pages
+from worker_proc.kv_tiers.page_copies import Bytes
 from worker_proc.kv_tiers.page_mover import PageMover
 from worker_proc.kv_tiers.pool_pages import (
-    Bytes,
     CopyStream,
     CudaStream,
     DevicePool,
@@ -64,7 +64,7 @@ def random_pool(dtype: torch.dtype = torch.float32, shape: tuple[int, ...] = (4,
 def bytes_of(pool: Tensor, page: int) -> Bytes:
     """Return what a page holds, as another access to the pool copies it."""
     host = HostPool(list(pool.cpu().unbind()))
-    return np.concatenate(host.place_of(page))
+    return np.concatenate(host.place_of(page).buffers)
 
 
 # --- copies ---------------------------------------------------------------------------------------
@@ -107,7 +107,7 @@ def test_pages_of_several_tensors_are_copied_one_tensor_after_the_other() -> Non
     """An engine in plain torch has a tensor for each layer."""
     parts = [random_pool()[0], random_pool(shape=(2, 8))[1]]
     pages = DevicePool([part.unsqueeze(0) for part in parts], stream())
-    expected = np.concatenate(HostPool([part.cpu() for part in parts]).place_of(4))
+    expected = np.concatenate(HostPool([part.cpu() for part in parts]).place_of(4).buffers)
     buffer = pages.take_buffer()
     pages.begin_copy_out([4], [buffer]).wait()
     np.testing.assert_array_equal(buffer, expected)

@@ -33,9 +33,10 @@ from quadriga.wire.worker import (
 from tests.tiny_models import tiny_mistral
 from tests.unit.worker_driver import Driver, Request, plan_of, prompts_of, runner_of
 from worker_proc.kv_tiers.opening import namespace_of, open_tiers
+from worker_proc.kv_tiers.page_copies import Bytes, PagePlace
 from worker_proc.kv_tiers.page_mover import PageMover
-from worker_proc.kv_tiers.pool_pages import Bytes, HostPool
-from worker_proc.kv_tiers.tiers import HEADER, HostPages, PageFiles, PeerFiles
+from worker_proc.kv_tiers.pool_pages import HostPool
+from worker_proc.kv_tiers.tiers import HEADER, HostPages, PageFiles, PeerFiles, PeerTier
 from worker_proc.rank import is_stale
 
 PAGE_BYTES = 256
@@ -64,9 +65,9 @@ def read(files: PageFiles | HostPages, number: int) -> Bytes | None:
     return page if files.read(name_of(number), [page[:100], page[100:]]) else None
 
 
-def read_peer(peers: PeerFiles, number: int) -> Bytes | None:
+def read_peer(peers: PeerTier, number: int) -> Bytes | None:
     page = np.zeros(PAGE_BYTES, dtype=np.uint8)
-    return page if peers.read(name_of(number), [page[:100], page[100:]]) else None
+    return page if peers.read(name_of(number), PagePlace.at(page[:100], page[100:])) else None
 
 
 def files_in(directory: Path) -> list[Path]:
@@ -196,19 +197,6 @@ def test_a_directory_that_cannot_be_used_is_refused(tmp_path: Path) -> None:
     files.close()
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-def test_a_page_is_finite_as_torch_says(dtype: torch.dtype) -> None:
-    limits = torch.finfo(dtype)
-    numbers = [0.0, -0.0, 1.0, -1.0, limits.max, limits.min, limits.tiny, -limits.tiny / 4]
-    others = [float("inf"), -float("inf"), float("nan"), -float("nan")]
-    pages = torch.tensor([[*numbers, each] for each in (*numbers, *others)], dtype=dtype)
-    pool = HostPool([torch.zeros_like(pages), pages])
-    expected = pages.isfinite().all(1).tolist()
-    assert [pool.is_finite(page) for page in range(len(pages))] == expected
-    assert expected == [True] * len(numbers) + [False] * len(others)
-    assert HostPool([torch.full((1, 4), -1, dtype=torch.int8)]).is_finite(0), "whole numbers are"
-
-
 # --- files of other replicas ----------------------------------------------------------------------
 
 
@@ -285,7 +273,7 @@ class GatedPages(HostPages):
 class Moved:
     """A pool of pages, a mover, and what it reports."""
 
-    def __init__(self, tier: HostPages | None, peers: PeerFiles | None = None) -> None:
+    def __init__(self, tier: HostPages | None, peers: PeerTier | None = None) -> None:
         self.pool = torch.from_numpy(np.stack([page_of(n) for n in range(10)]))
         self.reports: SimpleQueue[StoredPages | PagesLoaded] = SimpleQueue()
         self.failed = threading.Event()
