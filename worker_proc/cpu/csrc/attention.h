@@ -38,6 +38,7 @@ struct Scratch {
     alignas(64) float merged_sums[MAX_QUERIES * MAX_HEAD_DIM];
     alignas(64) float merged_max[MAX_QUERIES], merged_total[MAX_QUERIES];
     float part_total[MAX_QUERIES];
+    PrefetchPace pace;
 };
 
 template <class E>
@@ -76,7 +77,13 @@ struct Attend {
     void piece(long i, long next, Scratch<E>& s) const {
         const Item& item = item_of(i);
         long kv_head = i % program.kv_heads;
-        if (!attend(item, kv_head, next, false, s)) attend_to_seen(item, kv_head, s);
+        auto compute = [&]() INLINED {
+            if (!attend(item, kv_head, next, false, s)) attend_to_seen(item, kv_head, s);
+        };
+        if (PREFETCHES_SLOWLY && item.count == 1)
+            s.pace.measure((item.key_end - item.key_begin) / KEY_BLOCK, compute);
+        else
+            compute();
     }
 
   private:
@@ -139,13 +146,13 @@ struct Attend {
         const KeyBlock* next = prefetches_in_products(item, block, after) ? &after : nullptr;
         int width = item.count == 1 ? DECODE_KEY_PANELS : KEY_PANELS;
         for (int p = 0; p < KEY_PANELS; p += width) {
-            if (!next) prefetch_half(item, after, KEYS, p, p + width);
+            if (!next) prefetch_half(item, after, KEYS, p, p + width, s);
             score(block, p, std::min(p + width, block.count), rows, next, s);
         }
-        if (!next) prefetch_half(item, after, VALUES, 0, 1);
+        if (!next) prefetch_half(item, after, VALUES, 0, 1, s);
         softmax(item, kv_head, block, rows, first, s);
         for (int p = 0; p < KEY_PANELS; p += width) {
-            if (!next) prefetch_half(item, after, VALUES, std::max(p, 1), p + width);
+            if (!next) prefetch_half(item, after, VALUES, std::max(p, 1), p + width, s);
             add_values(block, p, std::min(p + width, block.count), rows, !first || p > 0, next, s);
         }
     }
@@ -230,7 +237,8 @@ struct Attend {
     // Prefetches half of panels `from` to `to` of the next block, if pages hold panels. Not all at
     // once, as this block needs buffers as well. A prompt prefetches nothing: earlier queries have
     // read the same keys.
-    void prefetch_half(const Item& item, const KeyBlock& after, Half half, int from, int to) const {
+    void prefetch_half(const Item& item, const KeyBlock& after, Half half, int from, int to,
+                       const Scratch<E>& s) const {
         if (item.count > 1) return;
         long bytes = pages.panel_bytes() / 2;
         for (int p = from; p < std::min(to, after.count); p++) {
@@ -240,7 +248,7 @@ struct Attend {
             if (!panel) panel = (const char*)after.bytes[p];
             const char *begin = panel + half * bytes, *end = begin + bytes;
             if (is_slow)
-                prefetch_slowly(begin, end);
+                s.pace.prefetch(begin, end);
             else if (panel)
                 prefetch_lines(begin, end);
         }
