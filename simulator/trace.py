@@ -9,7 +9,7 @@ from array import array
 from collections.abc import Callable, Iterable
 from functools import lru_cache
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, TypeVar
 
 import msgspec
 
@@ -20,6 +20,7 @@ from quadriga.sampling.params import LIMITS
 MIN_TOKEN_ID = 3
 NUM_CACHED_SEGMENTS = 4096
 
+RequestT = TypeVar("RequestT")
 Index = Annotated[int, msgspec.Meta(ge=0)]
 Count = Annotated[int, msgspec.Meta(ge=1)]
 Seconds = Annotated[float, msgspec.Meta(ge=0)]
@@ -117,13 +118,13 @@ def read_trace(path: Path) -> list[TraceRequest]:
     return requests
 
 
-def parse_lines(path: Path, parse: Callable[[bytes, int], TraceRequest]) -> list[TraceRequest]:
-    """Return the request of each line by `parse(line, index)`.
+def parse_lines(path: Path, parse: Callable[[bytes, int], RequestT]) -> list[RequestT]:
+    """Return what `parse(line, index)` makes of each line.
 
     Raises:
         ConfigError: the file cannot be read, or `parse` raised DecodeError or ValueError.
     """
-    requests: list[TraceRequest] = []
+    requests: list[RequestT] = []
     try:
         with path.open("rb") as file:
             for index, line in enumerate(file):

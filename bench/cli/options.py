@@ -17,13 +17,14 @@ import msgspec
 
 from bench.client import load_generator, server
 from bench.client.backends import DEFAULT_BASE_URL, OpenAIServer
-from bench.load.datasets import read_requests, read_sharegpt, sample
+from bench.load.datasets import read_sharegpt, sample
 from bench.load.flags import (
     LOAD_FLAGS,
     LoadFlag,
     add_goodput,
     add_load_flags,
     add_trace,
+    requests_of_trace,
     server_flags_in,
     trace_spec,
 )
@@ -608,7 +609,7 @@ def _workload(arguments: Namespace, spec: TraceSpec | None) -> Workload:
     elif arguments.natural_prompts:
         texts = natural_texts(spec.num_requests, arguments.seed)
     return Workload(
-        requests=read_requests(arguments.trace) if spec is None else list(generate(spec)),
+        requests=requests_of_trace(arguments) if spec is None else list(generate(spec)),
         text=texts,
         unique=arguments.unique_prompts,
         repeat=arguments.same_prompts,

@@ -1,7 +1,9 @@
-"""Loads in the files of others: ShareGPT's conversations and Mooncake's traces."""
+"""Loads in the files of others: ShareGPT's conversations, Mooncake's and Azure's traces."""
 
 import random
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from datetime import datetime
 from itertools import islice
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
@@ -97,6 +99,11 @@ def _usable(exchanges: list[Exchange], count_tokens: Callable[[str], int]) -> It
 
 BLOCK_TOKENS = 512  # per hash id
 
+# Azure's traces are tables with the time of each request and two numbers of tokens. No text is
+# known to be shared, so that each prompt is taken to be another one.
+
+AZURE_HEADER = b"TIMESTAMP,ContextTokens,GeneratedTokens"
+
 
 class _Line(msgspec.Struct):
     timestamp: Annotated[float, msgspec.Meta(ge=0)]
@@ -106,13 +113,19 @@ class _Line(msgspec.Struct):
 
 
 def read_requests(path: Path) -> list[TraceRequest]:
-    """Return the requests of a file in this format or in ours; raise ConfigError as read_trace."""
+    """Return the requests of a file in ours, Mooncake's or Azure's format, by its first line.
+
+    Raises:
+        ConfigError: as read_trace.
+    """
     try:
         with path.open("rb") as file:
-            is_ours = b'"hash_ids"' not in file.readline()
+            first = file.readline()
     except OSError as error:
         raise ConfigError(f"{path} cannot be read: {error.strerror}") from None
-    if is_ours:
+    if first.strip() == AZURE_HEADER:
+        return _read_azure(path)
+    if b'"hash_ids"' not in first:
         return read_trace(path)
     decode = msgspec.json.Decoder(_Line).decode
     return parse_lines(path, lambda line, _: _request(decode(line)))
@@ -128,3 +141,73 @@ def _request(line: _Line) -> TraceRequest:
     lengths = [BLOCK_TOKENS] * (blocks - 1) + [line.input_length - BLOCK_TOKENS * (blocks - 1)]
     segments = tuple(zip(line.hash_ids, lengths, strict=True))
     return TraceRequest(line.timestamp / 1000, segments, line.output_length)
+
+
+def _read_azure(path: Path) -> list[TraceRequest]:
+    """Return the requests of a table; the first one comes at 0 s."""
+    began_at: datetime | None = None
+
+    def parse(line: bytes, index: int) -> TraceRequest | None:
+        nonlocal began_at
+        if index == 0 or not line.strip():
+            return None
+        when, prompt, generated = line.decode().strip().split(",")
+        at = datetime.fromisoformat(when[:26])  # the digits beyond are not of a microsecond
+        began_at = began_at or at
+        lengths = [[index, int(prompt)]], max(1, int(generated))
+        return msgspec.convert(
+            {"at": (at - began_at).total_seconds(), "segments": lengths[0],
+             "max_new_tokens": lengths[1]}, TraceRequest,
+        )  # fmt: skip
+
+    requests = [request for request in parse_lines(path, parse) if request is not None]
+    if not requests:
+        raise ConfigError(f"{path} has no requests")
+    return requests
+
+
+# Play a trace at another speed, for a server of another size.
+
+
+@dataclass(frozen=True, slots=True)
+class TracePace:
+    """How a trace is played.
+
+    Attributes:
+        speed: times between requests are divided by this.
+        copies: so many copies of the trace run at one time. Each begins at another point of it, at
+            equal distances, and shares prefixes with itself only.
+        seconds: how long each copy is played, from its start; None: once through.
+    """
+
+    speed: float = 1.0
+    copies: int = 1
+    seconds: float | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("speed", "copies", "seconds"):
+            value = getattr(self, name)
+            if value is not None and not value > 0:
+                raise ConfigError(f"--trace-{name} must be positive (it is {value})")
+
+    def play(self, requests: list[TraceRequest]) -> list[TraceRequest]:
+        """Return the requests of all copies, in the order of their times.
+
+        Raises:
+            ConfigError: requests follow others, so that their times are not known.
+        """
+        if self == TracePace():
+            return requests
+        if any(request.follows is not None for request in requests):
+            raise ConfigError("a trace with `follows` has no times of its own to change")
+        length = requests[-1].at - requests[0].at
+        first_of_copy = 1 + max(segment for request in requests for segment, _ in request.segments)
+        played = []
+        for copy in range(self.copies):
+            begin = length * copy / self.copies
+            for request in requests:
+                at = (request.at - requests[0].at - begin) % (length or 1.0) / self.speed
+                if self.seconds is None or at < self.seconds:
+                    segments = tuple((s + copy * first_of_copy, n) for s, n in request.segments)
+                    played.append(msgspec.structs.replace(request, at=at, segments=segments))
+        return sorted(played, key=lambda request: request.at)

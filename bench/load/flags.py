@@ -7,8 +7,10 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from bench.load.datasets import TracePace, read_requests
 from bench.load.synthetic import LENGTHS_FORM, Lengths, TraceSpec
 from quadriga.server.config import flags, server_config
+from simulator.trace import TraceRequest
 
 
 class LoadFlag(NamedTuple):
@@ -128,13 +130,23 @@ def add_goodput(group: Any) -> None:
 
 
 def add_trace(group: Any) -> None:
-    """Add the flag for a trace file."""
-    group.add_argument(
-        "--trace",
-        type=Path,
-        metavar="FILE",
-        help="replay a trace file (format: simulator/trace.py, or Mooncake's)",
-    )
+    """Add the flags for a trace file and how it is played."""
+    add = group.add_argument
+    add("--trace", type=Path, metavar="FILE",
+        help="replay a trace file (format: simulator/trace.py, Mooncake's or Azure's)")  # fmt: skip
+    add("--trace-speed", type=float, default=1.0, metavar="X",
+        help="X times as fast as it was recorded (default: 1)")  # fmt: skip
+    add("--trace-copies", type=int, default=1, metavar="N",
+        help="N copies at one time, which begin at other points of it and share nothing with each"
+        " other (default: 1)")  # fmt: skip
+    add("--trace-seconds", type=float, metavar="S",
+        help="so long only (default: once through)")  # fmt: skip
+
+
+def requests_of_trace(arguments: argparse.Namespace) -> list[TraceRequest]:
+    """Return the requests of `--trace`, or raise ConfigError."""
+    pace = TracePace(arguments.trace_speed, arguments.trace_copies, arguments.trace_seconds)
+    return pace.play(read_requests(arguments.trace))
 
 
 def trace_spec(values: Mapping[str, Any]) -> TraceSpec:

@@ -19,17 +19,19 @@ from typing import Any
 
 from tqdm import tqdm
 
-from bench.cli.command import EXIT_USAGE, run_command, strict_parser
-from bench.load import datasets, synthetic
+from bench.cli.command import EXIT_USAGE, named_flags, run_command, strict_parser
+from bench.load import synthetic
 from bench.load.flags import (
     LOAD_DEFAULTS,
     LOAD_FLAGS,
     add_goodput,
     add_load_flags,
     add_trace,
+    requests_of_trace,
     trace_spec,
 )
 from bench.report.files import now, read_runs
+from bench.report.table import FigureRow, show
 from cluster_proc.scaling import Scaling, ScalingLimits
 from quadriga.errors import ConfigError
 from quadriga.programs import install_command
@@ -139,16 +141,75 @@ DEFAULTS = LOAD_DEFAULTS | {
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the simulation of a command line, and return the exit code."""
-    argv = list(sys.argv[1:] if argv is None else argv)
-    return run_command("bench.simulate", lambda: simulate(_arguments(argv)), on_failure=EXIT_USAGE)
+    words = list(sys.argv[1:] if argv is None else argv)
+
+    def work() -> int:
+        arguments = _arguments(words)
+        return compare(words, arguments) if arguments.vary else simulate(arguments)
+
+    return run_command("bench.simulate", work, on_failure=EXIT_USAGE)
 
 
 def simulate(arguments: argparse.Namespace) -> int:
     """Simulate, print and write the figures, and return the exit code."""
-    config, model = config_of(arguments), cost_model.load(arguments.cost_model)
-    slo = latency.Slo.parse(arguments.goodput)
+    model = cost_model.load(arguments.cost_model)
     draw_plot = _plotter(arguments.plot)
     measured = None if arguments.compare is None else read_runs(arguments.compare)
+    run, world = run_world(arguments)
+    print(report.block(run, arguments.replicas, source_of(arguments.cost_model, model)))
+    if measured is not None:
+        print(report.comparison(run, [one["summary"] for one in measured]))
+    if arguments.json is not None:
+        flags = {name: str(value) for name, value in vars(arguments).items()}
+        document = {"flags": flags, "summary": dataclasses.asdict(run)}
+        arguments.json.write_text(json.dumps(document, indent=2) + "\n")
+    title = ("simulated", source_of(arguments.cost_model, model), _load_text(arguments, run))
+    draw_plot(world, (*title, now()[:10]), latency.Slo.parse(arguments.goodput))
+    return 1 if run.failed else 0
+
+
+def compare(words: list[str], arguments: argparse.Namespace) -> int:
+    """Simulate the same load with each variant's flags, and print a table with a row for each."""
+    variants = [named_flags(text) for text in arguments.vary]
+    parsed_flags = [(name, _arguments([*words, *flags])) for name, flags in variants]
+    rows, num_failed = [], 0
+    for name, given in parsed_flags:
+        run, world = run_world(given)
+        num_failed += run.failed
+        rows.append(_row(name, run, world))
+    title = f"{arguments.replicas} replicas, {rows[0]['requests']} requests"
+    limits = f", {' '.join(arguments.goodput)}" if arguments.goodput else ""
+    show(title + limits, rows, arguments.json)
+    return 1 if num_failed else 0
+
+
+def _row(name: str, run: report.Figures, world: World) -> FigureRow:
+    """Return the row of a variant."""
+
+    def ms(spread: latency.Percentiles | None, share: str) -> float | None:
+        return None if spread is None else getattr(spread, share)
+
+    return {
+        "": name,
+        "requests": run.requests,
+        "failed": run.failed,
+        "s": run.duration,
+        "goodput, %": None if run.goodput is None else 100 * run.goodput.share,
+        "TTFT p50, ms": ms(run.ttft, "p50"),
+        "TTFT p95, ms": ms(run.ttft, "p95"),
+        "TPOT p50, ms": ms(run.tpot, "p50"),
+        "TPOT p95, ms": ms(run.tpot, "p95"),
+        "ITL p99, ms": ms(run.itl, "p99"),
+        "cached, %": 100 * run.cache_hit_rate,
+        "handed over": world.fleet.counts.num_handed_over,
+        "simulated in, s": run.wall,
+    }
+
+
+def run_world(arguments: argparse.Namespace) -> tuple[report.Figures, World]:
+    """Run the simulation of a command line."""
+    config, model = config_of(arguments), cost_model.load(arguments.cost_model)
+    slo = latency.Slo.parse(arguments.goodput)
     num_requests, arrivals = _arrivals(arguments)
     changes = FleetChanges.of(arguments)
     with tqdm(total=num_requests, desc="simulate", unit="req", leave=False, disable=None) as bar:
@@ -172,17 +233,7 @@ def simulate(arguments: argparse.Namespace) -> int:
         finally:
             gc.enable()
         wall = time.perf_counter() - began
-    run = report.figures(world, model.delays_ms.delivery, slo, wall)
-    print(report.block(run, arguments.replicas, source_of(arguments.cost_model, model)))
-    if measured is not None:
-        print(report.comparison(run, [one["summary"] for one in measured]))
-    if arguments.json is not None:
-        flags = {name: str(value) for name, value in vars(arguments).items()}
-        document = {"flags": flags, "summary": dataclasses.asdict(run)}
-        arguments.json.write_text(json.dumps(document, indent=2) + "\n")
-    title = ("simulated", source_of(arguments.cost_model, model), _load_text(arguments, run))
-    draw_plot(world, (*title, now()[:10]), slo)
-    return 1 if run.failed else 0
+    return report.figures(world, model.delays_ms.delivery, slo, wall), world
 
 
 def _arrivals(
@@ -196,7 +247,7 @@ def _arrivals(
             raise ConfigError(
                 f"{', '.join(drawn)} would change nothing about --trace: leave it out"
             )
-        requests = datasets.read_requests(arguments.trace)
+        requests = requests_of_trace(arguments)
         indexed = sorted(
             enumerate(requests), key=lambda item: 0.0 if item[1].follows is not None else item[1].at
         )
@@ -256,6 +307,8 @@ def _parser() -> argparse.ArgumentParser:
 def _add_output(group: Any) -> None:
     add = group.add_argument
     add_goodput(group)
+    add("--vary", action="append", default=[], metavar='"NAME: FLAGS"',
+        help="a row of a table, with these flags, too; --json has a line for each")  # fmt: skip
     add("--json", type=Path, metavar="FILE", help="write all figures to this file")
     add("--plot", type=Path, metavar="FILE.png", help="draw the run")
     add(

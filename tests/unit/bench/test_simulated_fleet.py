@@ -1,5 +1,6 @@
 """Replicas of a simulation that are lost, come back, and follow the load."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -135,3 +136,17 @@ def test_a_loss_is_read() -> None:
     assert Loss.parse("100@20") == Loss(100, 20.0)
     with pytest.raises(ConfigError):
         Loss.parse("1@nan")
+
+
+def test_variants_of_one_load_are_rows_of_a_table(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    flags = ["--replicas", "2", "--num-requests", "20", "--request-rate", "20"]
+    flags += ["--goodput", "ttft:100"]
+    vary = ["--vary", "all: ", "--vary", "few: --max-running-requests 1", "--json"]
+    assert command.main([*flags, *vary, str(tmp_path / "rows")]) == 0
+    printed = capsys.readouterr().out
+    assert "2 replicas, 20 requests, ttft:100" in printed
+    rows = [json.loads(line) for line in (tmp_path / "rows").read_text().splitlines()]
+    assert [row[""] for row in rows] == ["all", "few"]
+    assert rows[0]["goodput, %"] > rows[1]["goodput, %"]
