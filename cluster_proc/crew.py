@@ -12,7 +12,7 @@ crew leaves, and its processes with it.
 
 | report | fields |
 |---|---|
-| `joined` | `address` of the scheduler, `version` of quadriga, `info` of the worker: it serves |
+| `joined` | `address` of the scheduler, `version` of quadriga, `info` of the worker: it serves; `pages`: where it gives KV pages to other machines, "" if it gives none |
 | `died`, `restarted` | `process`, while the crew restarts it |
 | `lost` | `reason`: a process has died for good |
 | `left` | every process has finished its work |
@@ -39,6 +39,7 @@ from quadriga.server.processes.control_channel import (
     continue_at_parents_death,
 )
 from quadriga.server.processes.machine import MAX_OPEN_FILES, allow_open_files
+from quadriga.server.processes.page_sources import write_sources
 from quadriga.server.processes.replicas import RING
 from quadriga.server.processes.supervisor import Death, ReadyAgain, Supervisor, SupervisorEvent
 from quadriga.wire.curve import inner_key_id
@@ -130,6 +131,7 @@ class Crew(KeptProcesses):
         number: the replica.
         links: flags with the addresses of the links that leave this machine.
         port: where the scheduler receives.
+        pages: where the worker gives KV pages to other machines; None: it gives none.
         check_keys: raises ConfigError where this machine has other keys than the server's.
         connection: the crew's end of its control channel.
     """
@@ -140,15 +142,22 @@ class Crew(KeptProcesses):
         number: int,
         links: list[str],
         port: ReservedPort,
+        pages: ReservedPort | None,
         check_keys: Callable[[], None],
         connection: socket.socket,
     ) -> None:
         names = [f"{program}/{number}" for program in RING]
         flags = [*config.to_argv(), "--scheduler-address", port.address, *links]
+        ports = [port]
+        if pages is not None:
+            flags += ["--pages-address", pages.address]
+            ports.append(pages)
         super().__init__(
-            names, flags, programs.command_of, config.launch, [port], check_keys, connection
+            names, flags, programs.command_of, config.launch, ports, check_keys, connection
         )
+        self._pages_address = "" if pages is None else pages.address
         self._worker, self._scheduler, _ = names
+        self._sources_number = 0
         self._has_joined = False
 
     def _handle(self, event: object) -> None:
@@ -162,13 +171,21 @@ class Crew(KeptProcesses):
             # What the driver reports in its own name, when it is ready.
             info = {k: v for k, v in self._supervisor[self._worker].info.items() if k != "pid"}
             address = self._ports[0].address
-            self._control.report("joined", address=address, version=__version__, info=info)
+            self._control.report(
+                "joined", address=address, version=__version__, info=info,
+                pages=self._pages_address,
+            )  # fmt: skip
 
     def _obey(self, command: Command, argument: str) -> None:
         if command is Command.ABORT:
             self._supervisor[self._scheduler].send(Command.ABORT, argument)
         elif command is Command.RELOAD:
             self._supervisor[self._worker].stop_for_reload()
+        elif command is Command.SOURCES:
+            number, _, sources = argument.partition(" ")
+            if int(number) > self._sources_number:  # Ray may change the order of commands
+                self._sources_number = int(number)
+                write_sources(self._supervisor.run_dir, sources)
 
     def _survives(self, death: Death) -> bool:
         """Restart a process that died; return False if the replica ends with it."""
@@ -306,7 +323,8 @@ def _crew(
     links = ["--delivery-address", arguments.delivery_address]
     if arguments.rank_addresses:
         links += ["--rank-addresses", arguments.rank_addresses]
-    return Crew(config, number, links, ReservedPort(host), check_keys, connection)
+    pages = ReservedPort(host) if config.replicas.computes_prompts(number) else None
+    return Crew(config, number, links, ReservedPort(host), pages, check_keys, connection)
 
 
 if __name__ == "__main__":

@@ -20,6 +20,7 @@ from quadriga.server.config import engine_args, frontend_args, server_config
 from quadriga.server.processes.child import Child, run_child
 from quadriga.server.processes.control_channel import Command
 from quadriga.server.processes.machine import other_version, runs_on_gpu
+from quadriga.server.processes.page_sources import format_sources
 from quadriga.server.processes.replicas import DIED, JOINED, LEAVING, LEFT, LOST, RESTARTED
 from quadriga.wire import curve, links
 
@@ -125,6 +126,9 @@ class Driver:
         self._ended: asyncio.Queue[int] = asyncio.Queue()
         self._running: dict[int, PlacedCrew] = {}
         self._joined: set[int] = set()
+        # Where replicas give KV pages to the others.
+        self._page_sources: dict[int, str] = {}
+        self._num_sources_sent = 0
         self._leaving: set[int] = set()
         self._given_up: set[int] = set()
         replicas = child.config.replicas
@@ -245,6 +249,8 @@ class Driver:
             return "its crew has ended"
         finally:
             self._running.pop(number, None)
+            if self._page_sources.pop(number, None) is not None:
+                self._send_page_sources()
             await crew.close()
             port.close()
 
@@ -269,9 +275,21 @@ class Driver:
         if kind == JOINED:
             self._joined.add(number)
             self._report(number, JOINED, f"{report['address']} {delivery}")
+            if self._child.config.replicas.has_roles:
+                if report["pages"]:
+                    self._page_sources[number] = report["pages"]
+                self._send_page_sources()
             self._report_ready(report)
         elif kind in (DIED, RESTARTED):
             self._report(number, kind, report["process"])
+
+    def _send_page_sources(self) -> None:
+        """Say to every replica where the others give KV pages."""
+        self._num_sources_sent += 1
+        sources = format_sources(self._page_sources)
+        line = f"{Command.SOURCES.value} {self._num_sources_sent} {sources}"
+        for crew in self._running.values():
+            crew.send(line)
 
     def _report_ready(self, report: Report) -> None:
         """Report that the server serves, once all replicas have joined for the first time."""

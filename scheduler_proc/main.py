@@ -171,9 +171,8 @@ def _add_observers(child: Child, lifecycle: RequestLifecycle) -> UsageLog | None
     """Add what the flags ask for to be noted or reported of requests. Return the usage log."""
     log_level = logs.RequestLogLevel.of(child.config.launch)
     replicas = child.config.replicas
-    lifecycle.report = ReplicaReport(
-        replicas.survives_loss, replicas.computes_prompts(child.replica.number)
-    )
+    is_prefill = replicas.computes_prompts(child.number)
+    lifecycle.report = ReplicaReport(replicas.survives_loss, is_prefill)
     if not log_level.is_off:
         lifecycle.end_observers.append(RequestLog(log_level))
     path = child.config.tenants.usage_log

@@ -174,7 +174,7 @@ def start(
         clock.begin("open the KV tiers")
     # Without a prefix cache no page has a name.
     suspension_dir = "" if child.config.scheduler.disable_radix_cache else child.suspension_dir
-    exchange = PageExchange.of(child.config.replicas, child.replica, child.pages_dir)
+    exchange = PageExchange.of(child)
     mover = open_tiers(
         child.config.worker, files, runner, child.replica, child.endpoints.results, suspension_dir,
         exchange,

@@ -36,12 +36,14 @@ class NodeLinks:
         delivery: where the frontend receives its results; "": in the run directory.
         key_dir: the server's key directory; "": the links have no keys.
         ranks: where each rank of its worker receives; "", or none at all: in the run directory.
+        pages: where its worker gives KV pages to replicas on other machines; "": it gives none.
     """
 
     scheduler: str = ""
     delivery: str = ""
     key_dir: str = ""
     ranks: tuple[str, ...] = field(default=(), kw_only=True)
+    pages: str = field(default="", kw_only=True)
 
     @property
     def host(self) -> str:
@@ -54,7 +56,7 @@ class NodeLinks:
 
     @property
     def _leave_machine(self) -> bool:
-        return bool(self.scheduler or self.delivery or self.ranks)
+        return bool(self.scheduler or self.delivery or self.ranks or self.pages)
 
     @property
     def prepare_bind(self) -> Callable[["zmq.Socket[bytes]"], None]:
@@ -191,6 +193,7 @@ class Endpoints:
     | results    | scheduler_proc | worker_proc                   | ResultMessage      |
     | detok      | detok_proc     | scheduler_proc                | DetokMessage       |
     | delivery   | tokenizer_proc | detok_proc                    | [address, message] |
+    | pages      | worker_proc    | worker_proc on other machines | KV pages           |
     | public     | tokenizer_proc | clients, if it is private     | ClientMessage      |
     """
 

@@ -288,6 +288,50 @@ def connect_public(
     return socket
 
 
+# Of a link on which one side asks and the other answers.
+MAX_ANSWERS, MAX_QUESTIONS = 1024, 64  # messages in the socket of each
+QUESTIONS_RECONNECT_MS = 1000  # at most, to a peer that is gone
+
+
+def bind_answers(address: str, prepare: Prepare, max_message_bytes: int) -> "zmq.Socket[bytes]":
+    """Bind a ROUTER that answers questions. What it sends to a peer that has gone is dropped.
+
+    Args:
+        address: its address.
+        prepare: called with the socket before it is bound.
+        max_message_bytes: of a question; a connection with a longer one is closed.
+    """
+    socket = _socket(zmq.ROUTER)
+    prepare(socket)
+    socket.sndhwm = MAX_ANSWERS
+    socket.rcvhwm = MAX_QUESTIONS
+    socket.maxmsgsize = max_message_bytes
+    _bind(socket, address)
+    return socket
+
+
+def connect_questions(
+    address: str, prepare: Prepare, max_message_bytes: int
+) -> "zmq.Socket[bytes]":
+    """Connect a DEALER that asks questions; without a connection, it takes none to send.
+
+    Args:
+        address: of the peer.
+        prepare: called with the socket before it connects.
+        max_message_bytes: of an answer.
+    """
+    socket = _socket(zmq.DEALER)
+    prepare(socket)
+    socket.immediate = True
+    socket.sndhwm = MAX_QUESTIONS
+    socket.rcvhwm = MAX_ANSWERS
+    socket.maxmsgsize = max_message_bytes
+    socket.reconnect_ivl = RECONNECT_MS
+    socket.reconnect_ivl_max = QUESTIONS_RECONNECT_MS
+    socket.connect(address)
+    return socket
+
+
 def is_readable(socket: "zmq.Socket[bytes]") -> bool:
     """Return whether a message can be received.
 

@@ -30,6 +30,7 @@ SOCKET_FILES = {
     "quadriga/wire/async_sockets.py",
     "quadriga/wire/curve.py",
     "quadriga/wire/links.py",
+    "quadriga/wire/page_link.py",
     "quadriga/wire/sockets.py",
     "scheduler_proc/kv_events/publisher.py",
 }

@@ -1,29 +1,36 @@
 """The exchange of KV pages between replicas with roles (--prefill-replicas).
 
 A replica that computes prompts for others keeps their pages in a tier in shared memory, or in the
-files of --kv-cache-dir. The other replicas of the machine read it as a tier of their own, which may
-lose pages at any time.
+files of --kv-cache-dir. The other replicas have it as a tier, which may lose pages at any time: on
+the same machine they read it, and from other machines they ask for its pages by TCP.
 """
 
 import shutil
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
 
 from quadriga.errors import ConfigError
 from quadriga.server.config.engine_args import (
     REPLICA_PREFIX,
-    ReplicaArgs,
     ReplicaPlace,
     WorkerArgs,
 )
 from quadriga.server.models.resolve import ModelFiles
+from quadriga.server.processes.child import Child
+from quadriga.server.processes.page_sources import PageSources
 from quadriga.server.processes.run_dir import SHARED_MEMORY, remove_left_behind
+from quadriga.wire.links import NodeLinks
 from worker_proc.kv_tiers.page_copies import PageCopies
+from worker_proc.kv_tiers.page_server import PageServer
+from worker_proc.kv_tiers.peer_pages import PeerPages
 from worker_proc.kv_tiers.shared_pages import (
     SharedPages,
     SharedPeers,
+    SharedReader,
     file_bytes,
     places_in,
     shared_file,
@@ -37,44 +44,87 @@ GIB = 2**30
 EXCHANGE_SHARE = 0.5
 
 
+class PageKind(NamedTuple):
+    """What the pages of a replica are.
+
+    Attributes:
+        namespace: a hash of the facts.
+        page_bytes: size of a page.
+        facts: all that says what its bytes mean, by name.
+    """
+
+    namespace: bytes
+    page_bytes: int
+    facts: dict[str, Any]
+
+    @property
+    def texts(self) -> dict[str, str]:
+        """The facts as texts, which replicas on other machines compare with theirs."""
+        return {name: str(value) for name, value in self.facts.items()}
+
+
 @dataclass(frozen=True, slots=True)
 class PageExchange:
     """How a replica takes part.
 
     Attributes:
-        directory: of the pages of all replicas, unless --kv-cache-dir names another one.
+        directory: of the pages of the replicas of this machine, unless --kv-cache-dir names another
+            one.
         exports: this replica writes the pages of prompts there, for others.
         sources: numbers of the other replicas that do.
+        links: where this replica gives pages to other machines, and the keys; None: all replicas
+            are on this machine.
+        server_dir: directory with the file of PageSources.
     """
 
     directory: str
     exports: bool
     sources: tuple[int, ...]
+    links: NodeLinks | None = None
+    server_dir: Path = Path()
 
     @classmethod
-    def of(cls, args: ReplicaArgs, replica: ReplicaPlace, directory: str) -> "PageExchange | None":
+    def of(cls, child: Child) -> "PageExchange | None":
         """Return the part of a replica; None where replicas have no roles."""
+        args, number = child.config.replicas, child.number
         if not args.has_roles:
             return None
-        sources = [number for number in range(args.prefill_replicas) if number != replica.number]
-        return cls(directory, args.computes_prompts(replica.number), tuple(sources))
+        sources = tuple(other for other in range(args.prefill_replicas) if other != number)
+        links = child.endpoints.links if args.in_cluster else None
+        exports = args.computes_prompts(number)
+        return cls(child.pages_dir, exports, sources, links, child.server_dir)
 
-    def peers(
-        self, args: WorkerArgs, namespace: bytes, page_bytes: int, copies: PageCopies
-    ) -> PeerTier:
+    def peers(self, args: WorkerArgs, kind: PageKind, copies: PageCopies) -> PeerTier:
         """Return the tiers of the other replicas.
 
         Args:
             args: the worker's flags.
-            namespace: as in PeerFiles.
-            page_bytes: size of a page.
+            kind: what their pages have to be.
             copies: what copies pages.
         """
+        if self.links is not None:
+            find = PageSources(self.server_dir, self.sources).find
+            return PeerPages(
+                find, self.links.key_dir, kind.namespace, kind.page_bytes, kind.texts, copies
+            )  # fmt: skip
         root = Path(args.kv_cache_dir or self.directory).absolute()
         directories = [directory_of(root, number) for number in self.sources]
         if args.kv_cache_dir:
-            return PeerFiles(directories, namespace)
-        return SharedPeers(directories, namespace, page_bytes, copies)
+            return PeerFiles(directories, kind.namespace)
+        return SharedPeers(directories, kind.namespace, kind.page_bytes, copies)
+
+    def serve(self, replica: ReplicaPlace, kind: PageKind, on_error: Callable[[], object]) -> None:
+        """Give the pages of this replica to those on other machines from now on, if there are any.
+
+        Args:
+            replica: which part of its machine this replica has.
+            kind: what its pages are.
+            on_error: as of PageServer.
+        """
+        if self.links is not None:
+            directory = directory_of(Path(self.directory), replica.number)
+            pages = SharedReader(directory, kind.namespace, kind.page_bytes)
+            PageServer(self.links, pages, kind.texts, on_error)
 
     def has_memory(self, args: WorkerArgs) -> bool:
         """Return whether this replica keeps pages in shared memory for others."""
@@ -86,8 +136,7 @@ class PageExchange:
         files: ModelFiles,
         runner: Runner,
         replica: ReplicaPlace,
-        namespace: bytes,
-        page_bytes: int,
+        kind: PageKind,
         copies: PageCopies,
         num_spare: int,
     ) -> SharedPages:
@@ -98,14 +147,14 @@ class PageExchange:
             files: the model.
             runner: what runs it.
             replica: the replica of this worker.
-            namespace: as in SharedPages.
-            page_bytes: size of a page.
+            kind: what its pages are.
             copies: what makes checksums.
             num_spare: as in SharedPages.
 
         Raises:
             ConfigError: there is no room for the longest prompt.
         """
+        namespace, page_bytes = kind.namespace, kind.page_bytes
         remove_left_behind()
         Path(self.directory).mkdir(mode=0o700, parents=True, exist_ok=True)
         directory = directory_of(Path(self.directory), replica.number)

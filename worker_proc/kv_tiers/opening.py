@@ -13,6 +13,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from hashlib import blake2b
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -25,7 +26,7 @@ from quadriga.server.config.engine_args import (
 from quadriga.server.models.resolve import ModelFiles, weights_digest
 from quadriga.server.processes.logs import log_exception
 from quadriga.wire.sockets import Outbox
-from worker_proc.kv_tiers.exchange import PageExchange, directory_of
+from worker_proc.kv_tiers.exchange import PageExchange, PageKind, directory_of
 from worker_proc.kv_tiers.page_copies import page_copies
 from worker_proc.kv_tiers.page_mover import NICENESS, PageMover, Report, num_spare_of
 from worker_proc.kv_tiers.pool_pages import (
@@ -43,8 +44,10 @@ from worker_proc.step.runner import Runner
 NAMESPACE_BYTES = 16
 
 
-def namespace_of(args: WorkerArgs, files: ModelFiles, runner: Runner, page_bytes: int) -> bytes:
-    """Return a hash of the model and of all that changes its keys and values, or their layout.
+def facts_of(
+    args: WorkerArgs, files: ModelFiles, runner: Runner, page_bytes: int
+) -> dict[str, Any]:
+    """Return the model and all that changes its keys and values, or their layout, by name.
 
     Args:
         args: the worker's flags.
@@ -52,7 +55,7 @@ def namespace_of(args: WorkerArgs, files: ModelFiles, runner: Runner, page_bytes
         runner: what runs it.
         page_bytes: size of a page.
     """
-    facts = {
+    return {
         "version": __version__,
         "byteorder": sys.byteorder,
         "model": files.fingerprint,
@@ -65,6 +68,11 @@ def namespace_of(args: WorkerArgs, files: ModelFiles, runner: Runner, page_bytes
         "page_size": args.page_size,
         "page_bytes": page_bytes,
     }
+
+
+def namespace_of(args: WorkerArgs, files: ModelFiles, runner: Runner, page_bytes: int) -> bytes:
+    """Return a hash of all that `facts_of` says of the same arguments."""
+    facts = facts_of(args, files, runner, page_bytes)
     text = json.dumps(facts, sort_keys=True).encode()
     return blake2b(text, digest_size=NAMESPACE_BYTES).digest()
 
@@ -109,14 +117,18 @@ def open_tiers(
     peers = on_disk = None
     memory: MemoryPages | None = None
     if exchange is not None:
-        namespace = namespace_of(args, files, runner, pages.page_bytes)
-        peers = exchange.peers(args, namespace, pages.page_bytes, page_copies())
+        kind = PageKind(
+            namespace_of(args, files, runner, pages.page_bytes),
+            pages.page_bytes,
+            facts_of(args, files, runner, pages.page_bytes),
+        )
+        peers = exchange.peers(args, kind, page_copies())
     if exchange is not None and exchange.has_memory(args):
         memory = exchange.open_memory(
-            args, files, runner, replica, namespace, pages.page_bytes, page_copies(),
-            num_spare_of(pages),
+            args, files, runner, replica, kind, page_copies(), num_spare_of(pages)
         )  # fmt: skip
         pages.take_from(memory)
+        exchange.serve(replica, kind, _die)
     elif args.kv_offloading_size:
         num_bytes = int(args.kv_offloading_size * GIB / replica.num_replicas)
         memory = HostPages(_num_pages("kv_offloading_size", num_bytes, pages.page_bytes))

@@ -379,6 +379,45 @@ def _allocate(fd: int, begin: int, num_bytes: int) -> None:
         os.pwrite(fd, bytes(num_bytes), begin)
 
 
+class SharedReader:
+    """Reads the pages of this replica beside their owner, in another thread.
+
+    Args:
+        directory: as of SharedPages, which has made the file.
+        namespace: as of SharedPages.
+        page_bytes: size of a page.
+
+    Raises:
+        OSError: the file cannot be read.
+    """
+
+    def __init__(self, directory: Path, namespace: bytes, page_bytes: int) -> None:
+        found = _open_map(shared_file(directory, namespace), namespace, page_bytes)
+        if found is None:
+            raise FileNotFoundError(shared_file(directory, namespace))
+        self._map = found
+
+    def __contains__(self, name: bytes) -> bool:
+        return self._place_of(name) is not None
+
+    def copy(self, name: bytes) -> tuple[bytes, Bytes] | None:
+        """Return the digest that was written with a page, and its bytes; None if it is not there.
+
+        Whether they belong together is for the receiver to check.
+        """
+        place = self._place_of(name)
+        if place is None:
+            return None
+        entry = self._map.entry(place)
+        page = self._map.page(place).copy()
+        is_same = entry[: len(name)] == name and self._map.entry(place) == entry
+        return (entry[len(name) :], page) if is_same else None
+
+    def _place_of(self, name: bytes) -> int | None:
+        places = self._map.places_of(name)
+        return next((one for one in places if self._map.entry(one)[: len(name)] == name), None)
+
+
 class SharedPeers:
     """The pages in shared memory of other replicas, which may remove them at any time.
 
@@ -420,7 +459,7 @@ class SharedPeers:
             if found is not None and self._copy(found, name, place):
                 return True
             if self._is_new(path, found):
-                found = self._maps[path] = self._open(path)
+                found = self._maps[path] = _open_map(path, self._namespace, self._page_bytes)
                 if found is not None and self._copy(found, name, place):
                     return True
         return False
@@ -448,13 +487,15 @@ class SharedPeers:
         except OSError:
             return False
 
-    def _open(self, path: Path) -> _Map | None:
-        try:
-            fd = disk.open_regular(path)
-        except OSError:
-            return None
-        try:
-            layout = _layout_of(fd, self._namespace, self._page_bytes)
-            return None if layout is None else _Map(fd, layout, is_written=False)
-        finally:
-            os.close(fd)
+
+def _open_map(path: Path, namespace: bytes, page_bytes: int) -> _Map | None:
+    """Map a file to read it; return None if it is not there, or has other pages."""
+    try:
+        fd = disk.open_regular(path)
+    except OSError:
+        return None
+    try:
+        layout = _layout_of(fd, namespace, page_bytes)
+        return None if layout is None else _Map(fd, layout, is_written=False)
+    finally:
+        os.close(fd)

@@ -1,8 +1,8 @@
 """The tiers of KV pages beyond the pool: copies by their names, up to a size.
 
 `HostPages` is in memory, `PageFiles` on disk, and a `PeerTier` has those of other replicas:
-`PeerFiles` on this machine. shared_pages.py has the tiers in shared memory. Each is used by one
-thread at a time.
+`PeerFiles` on this machine. shared_pages.py has the tiers in shared memory, peer_pages.py that of
+other machines. Each is used by one thread at a time.
 """
 
 import fcntl

@@ -647,9 +647,9 @@ class ReplicaArgs:
                 if self.prefill_replicas > 0
                 else f"prefill_replicas must be 0 or more (it is {self.prefill_replicas})"
             )
-        if self.has_roles and self.in_cluster:
+        if self.has_roles and self.follows_load:
             raise ConfigError(
-                "prefill_replicas works with replicas on this machine: leave --cluster out"
+                "prefill_replicas works with a fixed number of replicas: leave --max-replicas out"
             )
 
     def _check_bounds(self) -> None:

@@ -41,7 +41,8 @@ class Child:
 
     Attributes:
         is_restart: the process takes the place of one that died.
-        replica: the replica that it belongs to, but for the frontend and the gateway.
+        replica: which part of its machine its replica has, but for the frontend and the gateway.
+        number: of that replica in the server.
         has_status_line: the scheduler keeps a live line on the terminal.
         models_file: path of the list of models that the gateway serves; "": the only model is that
             of the config.
@@ -60,10 +61,11 @@ class Child:
     of_model: str = ""
     suspension_dir: str = ""
     server_dir: Path = Path()
+    number: int = 0
 
     @property
     def pages_dir(self) -> str:
-        """Directory of the KV pages that the replicas of its model exchange."""
+        """Directory of the KV pages that the replicas of its model on this machine exchange."""
         return str(shared_dir(self.server_dir) / self.endpoints.run_dir.parent.name)
 
     @property
@@ -140,6 +142,7 @@ def run_child(name: str, body: Callable[[Child], None], low_priority: bool = Fal
             arguments.delivery_address,
             config.frontend.curve_dir,
             ranks=tuple(arguments.rank_addresses.split(",")) if arguments.rank_addresses else (),
+            pages=arguments.pages_address,
         )
         endpoints = Endpoints(run_dir, links)
         body(
@@ -154,6 +157,7 @@ def run_child(name: str, body: Callable[[Child], None], low_priority: bool = Fal
                 of_model=arguments.of_model,
                 suspension_dir=arguments.suspension_dir,
                 server_dir=server_dir,
+                number=arguments.replica or 0,
             )
         )
         logging.debug("stopped")
@@ -219,6 +223,7 @@ def _parse(name: str) -> argparse.Namespace:
     parser.add_argument(
         "--rank-addresses", default="", help="ADDRESS,… of ranks that are not in the run directory"
     )
+    parser.add_argument("--pages-address", default="", help="where other machines get KV pages")
     parser.add_argument("--is-restart", action="store_true", help="the process before it died")
     parser.add_argument("--has-status-line", action="store_true", help="show a live status line")
     parser.add_argument(

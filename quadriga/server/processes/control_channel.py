@@ -93,6 +93,8 @@ class Command(enum.Enum):
             that was started after the argument, in ns of the system's monotonic clock.
         FAIL_ALL: end every open request with the argument as the error, and go on.
         MODELS: the argument is a map of models to their states, as JSON.
+        SOURCES: the argument has a number that grows, and the addresses at which replicas give KV
+            pages to other machines (page_sources.py).
         RELOAD: restart the worker, of the replica of the argument's number where there are several.
     """
 
@@ -113,6 +115,7 @@ class Command(enum.Enum):
     PAUSE = "pause"
     FAIL_ALL = "fail-all"
     MODELS = "models"
+    SOURCES = "sources"
 
 
 class ControlChannel:
