@@ -12,7 +12,8 @@ crew leaves, and its processes with it.
 
 | report | fields |
 |---|---|
-| `joined` | `address` of the scheduler, `version` of quadriga, `info` of the worker: it serves; `pages`: where it gives KV pages to other machines, "" if it gives none |
+| `joined` | `address` of the scheduler, `pages`: where it gives KV pages to other machines or "",
+`version` of quadriga, `info` of the worker: it serves |
 | `died`, `restarted` | `process`, while the crew restarts it |
 | `lost` | `reason`: a process has died for good |
 | `left` | every process has finished its work |

@@ -11,11 +11,11 @@ import json
 import logging
 import os
 import socket
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import ModuleType
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from cluster_proc import crew_actor
 from quadriga import errors, programs
@@ -76,9 +76,8 @@ class PlacedCrew(Protocol):
 class Crews(Protocol):
     """Starts crews on the machines of a cluster."""
 
-    @property
-    def bundle(self) -> object:
-        """What each replica needs, for messages: `a machine with 1 CPU free`."""
+    def bundle_of(self, role: str) -> object:
+        """Return what a replica of a role needs, for messages: `a machine with 1 CPU free`."""
 
     @property
     def host(self) -> str:
@@ -88,14 +87,23 @@ class Crews(Protocol):
     def machines(self) -> list[str]:
         """What each machine of the cluster has in all, for messages."""
 
-    def new_crew(self, arguments: list[str]) -> PlacedCrew:
-        """Return a crew that is not placed yet. arguments: see crew.py."""
+    def new_crew(self, arguments: list[str], role: str) -> PlacedCrew:
+        """Return a crew that is not placed yet.
+
+        Args:
+            arguments: see crew.py.
+            role: of its replica, as of ReplicaArgs.role_of. Those of a role are on as many machines
+                as there are.
+        """
 
     def close(self) -> None:
         """End all crews of this driver."""
 
 
 # What a replica needs of the machines of a cluster.
+
+# Of a custom resource, which says of what kind a machine is, and not how many replicas it takes.
+RESOURCE_SHARE = 0.001
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,22 +112,77 @@ class Bundle:
 
     Attributes:
         num_machines: number of its machines.
+        resource: custom resource that each has; "": none.
     """
 
     cpus: float
     gpus: int
     num_machines: int = 1
+    resource: str = ""
 
     @property
     def resources(self) -> dict[str, float]:
         """What it needs of one machine, in Ray's terms."""
-        return {"CPU": self.cpus, **({"GPU": float(self.gpus)} if self.gpus else {})}
+        gpus = {"GPU": float(self.gpus)} if self.gpus else {}
+        return {"CPU": self.cpus, **gpus, **self._custom}
+
+    @property
+    def _custom(self) -> dict[str, float]:
+        return {self.resource: RESOURCE_SHARE} if self.resource else {}
 
     def __str__(self) -> str:
-        amounts = ", ".join(f"{amount:g} {name}" for name, amount in self.resources.items())
+        amounts = ", ".join(
+            name if name in self._custom else f"{amount:g} {name}"
+            for name, amount in self.resources.items()
+        )
         if self.num_machines == 1:
             return f"a machine with {amounts} free"
         return f"{self.num_machines} machines with {amounts} free on each"
+
+
+class Machine(NamedTuple):
+    """A machine of the cluster. resources: all that it has, used or not."""
+
+    name: str
+    resources: Mapping[str, float]
+
+
+class PlacedReplica(NamedTuple):
+    """A replica, and the machine that it is on."""
+
+    machine: str
+    role: str
+    bundle: Bundle
+
+
+def choose_machine(
+    machines: Sequence[Machine], placed: Sequence[PlacedReplica], bundle: Bundle, role: str
+) -> str | None:
+    """Return the machine for a replica that has the fewest ones of its role, if any has room.
+
+    So the loss of one machine does not take all replicas of a role. Among several of these
+    machines it is the one with the fewest replicas, and among those the one with room for most.
+
+    Args:
+        machines: all.
+        placed: the other replicas of this server. What else runs there is not known here.
+        bundle: what the replica needs.
+        role: its role.
+    """
+    ranked = []
+    for machine in machines:
+        here = [one for one in placed if one.machine == machine.name]
+        room = min(
+            (
+                machine.resources.get(kind, 0.0) - sum(one.bundle.resources.get(kind, 0.0)
+                                                       for one in here)
+            ) / amount
+            for kind, amount in bundle.resources.items()
+        )  # fmt: skip
+        if room >= 1:
+            num_of_role = sum(one.role == role for one in here)
+            ranked.append((num_of_role, len(here), -room, machine.name))
+    return min(ranked)[-1] if ranked else None
 
 
 def fewest_machines(tp: int, gpus: Sequence[int]) -> int:
@@ -236,14 +299,28 @@ class RayPlacement:
     Args:
         ray: the package.
         bundle: what is needed of each machine.
+        target: the machine that is taken if it has room; None: any.
+
+    Attributes:
+        is_removed: it has no room any more.
     """
 
-    def __init__(self, ray: ModuleType, bundle: Bundle) -> None:
+    def __init__(self, ray: ModuleType, bundle: Bundle, target: str | None = None) -> None:
         self._ray = ray
         self._bundle = bundle
+        self._target = target
+        self.is_removed = False
         strategy = "STRICT_PACK" if bundle.num_machines == 1 else "STRICT_SPREAD"
         bundles = [bundle.resources] * bundle.num_machines
-        self._group = ray.util.placement_group(bundles, strategy=strategy)
+        self._group = ray.util.placement_group(
+            bundles, strategy=strategy, _soft_target_node_id=target
+        )
+
+    @property
+    def machine(self) -> str:
+        """The first of its machines, or the one that it is to be on; "": not known yet."""
+        table = self._ray.util.placement_group_table(self._group)
+        return table.get("bundles_to_node_id", {}).get(0) or self._target or ""
 
     async def wait(self) -> None:
         """Wait for machines that have room."""
@@ -264,6 +341,7 @@ class RayPlacement:
 
     def remove(self) -> None:
         """Give the room back."""
+        self.is_removed = True
         self._ray.util.remove_placement_group(self._group)
 
 
@@ -345,7 +423,7 @@ class RayCrews:
         needs_gpus: each rank is on a GPU.
 
     Attributes:
-        bundle: what each replica needs.
+        bundle: what each replica needs, whatever its role.
 
     Raises:
         ConfigError: there is no ray, or no cluster on this machine or at RAY_ADDRESS.
@@ -368,6 +446,8 @@ class RayCrews:
         num_machines = args.nnodes or (fewest_machines(tp, gpus) if needs_gpus else 1)
         num_gpus = tp // num_machines if needs_gpus else 0
         self.bundle = Bundle(args.replica_cpus, num_gpus, num_machines)
+        self._args = args
+        self._placements: list[tuple[RayPlacement, str]] = []  # with their roles
 
     @property
     def _alive(self) -> list[dict[str, Any]]:
@@ -388,12 +468,28 @@ class RayCrews:
             for node in self._alive
         ]
 
-    def new_crew(self, arguments: list[str]) -> PlacedCrew:
-        """Return a crew that is not placed yet. arguments: see crew.py."""
-        placement = RayPlacement(self._ray, self.bundle)
+    def bundle_of(self, role: str) -> Bundle:
+        """Return what a replica of a role needs."""
+        return replace(self.bundle, resource=self._args.resource_of(role))
+
+    def new_crew(self, arguments: list[str], role: str) -> PlacedCrew:
+        """Return a crew that is not placed yet. The arguments are those of Crews."""
+        bundle = self.bundle_of(role)
+        target = self._choose_machine(bundle, role) if role else None
+        placement = RayPlacement(self._ray, bundle, target)
+        self._placements.append((placement, role))
         if self.bundle.num_machines == 1:
             return RayCrew(placement, arguments)
         return SpreadCrew(placement, arguments, self.bundle.num_machines, self._tp)
+
+    def _choose_machine(self, bundle: Bundle, role: str) -> str | None:
+        self._placements = [pair for pair in self._placements if not pair[0].is_removed]
+        placed = [
+            PlacedReplica(placement.machine, other, self.bundle_of(other))
+            for placement, other in self._placements
+        ]
+        machines = [Machine(node["NodeID"], node["Resources"]) for node in self._alive]
+        return choose_machine(machines, placed, bundle, role)
 
     def close(self) -> None:
         """End all crews of this driver."""

@@ -232,7 +232,8 @@ class Driver:
         port = links.ReservedPort(self._crews.host)
         arguments = ["--replica", str(number), "--delivery-address", port.address]
         arguments += ["--inner-key-id", self._key_id]
-        crew = self._crews.new_crew([*arguments, *self._child.config.to_argv()])
+        role = self._child.config.replicas.role_of(number)
+        crew = self._crews.new_crew([*arguments, *self._child.config.to_argv()], role)
         try:
             await self._place(number, crew)
             self._running[number] = crew
@@ -256,6 +257,7 @@ class Driver:
 
     async def _place(self, number: int, crew: PlacedCrew) -> None:
         """Wait for a machine with room; say in the log what is wanted if that takes long."""
+        role = self._child.config.replicas.role_of(number)
         placing = asyncio.create_task(crew.place())
         try:
             done, _ = await asyncio.wait({placing}, timeout=NO_PLACE_S)
@@ -263,7 +265,7 @@ class Driver:
                 logging.warning(
                     "replica %d waits for %s; the cluster has %s. Stop other"
                     " work there, add a machine, or start with less --dp or --replica-cpus",
-                    number, self._crews.bundle, "; ".join(self._crews.machines),
+                    number, self._crews.bundle_of(role), "; ".join(self._crews.machines),
                 )  # fmt: skip
             await placing
         finally:

@@ -2,7 +2,7 @@
 
 import asyncio
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -73,13 +73,18 @@ class ClusterServer:
 
 @contextmanager
 def cluster_server(
-    cluster: Any, model: Path, keys: Path, log: Path, more: list[str]
+    cluster: Any,
+    model: Path,
+    keys: Path,
+    log: Path,
+    more: list[str],
+    environment: Mapping[str, str] | None = None,
 ) -> Iterator[ClusterServer]:
     endpoint = f"tcp://127.0.0.1:{free_port()}"
     flags = ["--model", str(model), *MODEL_FLAGS, "--load-balance-method", "least-loaded"]
     flags += ["--cluster", "ray", *more]
-    address = {"RAY_ADDRESS": cluster.address}
-    process = launch(endpoint, *flags, "--curve-dir", str(keys), log=log, environment=address)
+    environment = {**(environment or {}), "RAY_ADDRESS": cluster.address}
+    process = launch(endpoint, *flags, "--curve-dir", str(keys), log=log, environment=environment)
     try:
         wait_until_ready(process, log)
         yield ClusterServer(process, endpoint, log, keys)

@@ -43,14 +43,17 @@ def prompts_of(lengths: list[int], vocab_size: int) -> list[list[int]]:
 
 
 async def serve_all(
-    endpoint: str, prompts: list[list[int]], num_tokens: int = NEW_TOKENS
+    endpoint: str,
+    prompts: list[list[int]],
+    num_tokens: int = NEW_TOKENS,
+    curve_dir: Path | None = None,
 ) -> list[list[int]]:
     """Every prompt at once in random order, with as many requests between them that are aborted."""
     greedy = SamplingParams(temperature=0, max_new_tokens=num_tokens, ignore_eos=True)
     order = list(range(len(prompts)))
     chosen = random.Random(6)
     chosen.shuffle(order)
-    async with AsyncClient(endpoint) as client:
+    async with AsyncClient(endpoint, curve_dir=curve_dir) as client:
         handles, doomed = {}, []
         for index in order:
             handles[index] = client.submit(prompts[index], greedy)

@@ -103,9 +103,14 @@ class _Peer:
         self._question, self._names, self.found = FindPages(load, b"".join(names)), names, None
         if self._state is _State.READY:
             self.send(self._question)
-        elif self._state is _State.UNKNOWN and not self.is_awaited:
-            if time.monotonic() > self._lost_at + RETRY_S:
-                self._renew()
+        elif self._is_given_up:
+            self._renew()
+
+    @property
+    def _is_given_up(self) -> bool:
+        """Whether the connection has been broken for so long that it may never come back."""
+        is_broken = self._state is _State.UNKNOWN and not self.is_awaited
+        return is_broken and time.monotonic() > self._lost_at + RETRY_S
 
     def send(self, question: Question) -> None:
         """Send a question, unless the connection is broken."""
@@ -172,7 +177,8 @@ class _Peer:
     def set_aside(self, why: str) -> None:
         """Connect anew, and let no load wait for it until it answers again."""
         logging.warning(
-            "%s %s: prompts that it has computed are computed again here until it answers", self, why
+            "%s %s: prompts that it has computed are computed again here until it answers",
+            self, why,
         )  # fmt: skip
         self._renew()
 

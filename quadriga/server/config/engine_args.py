@@ -567,7 +567,8 @@ TARGET_REQUESTS, UP_AFTER_S, DOWN_AFTER_S = 32, 5.0, 300.0
 NUMA_WORDS = ("auto", "all")  # values of --numa-node beside numbers
 REPLICA_PREFIX = "replica-"
 
-CLUSTER_FLAGS = ("replica_cpus", "nnodes", "max_replicas")
+CLUSTER_FLAGS = ("replica_cpus", "nnodes", "max_replicas", "role_resources")
+PREFILL, DECODE = ROLES = ("prefill", "decode")
 SCALING_FLAGS = ("min_replicas", "target_ongoing_requests", "scale_down_after")
 
 
@@ -591,6 +592,12 @@ class ReplicaArgs:
         "as many of the --dp replicas compute long prompts, and hand each request with its KV pages"
         " on to one of the others, which generate tokens: see docs/prefill-and-decode.md",
         unit="N",
+    )
+    role_resources: str = flag(
+        "",
+        "Ray's custom resource that the machines of a role have, such as an accelerator of another"
+        " kind: prefill=NAME, decode=NAME or both, separated by a comma",
+        unit="ROLE=NAME",
     )
     cluster: str = flag(
         ONE_MACHINE,
@@ -651,6 +658,15 @@ class ReplicaArgs:
             raise ConfigError(
                 "prefill_replicas works with a fixed number of replicas: leave --max-replicas out"
             )
+        for item in filter(None, self.role_resources.split(",")):
+            role, _, resource = item.partition("=")
+            if role not in ROLES or not resource:
+                raise ConfigError(
+                    f"role_resources has {item!r}: it must be ROLE=NAME with a role of"
+                    f" {' or '.join(ROLES)}, such as prefill=h100"
+                )
+        if self.role_resources and not self.has_roles:
+            raise ConfigError("role_resources works with --prefill-replicas only")
 
     def _check_bounds(self) -> None:
         low, high = self.num_at_least, self.num_slots
@@ -671,6 +687,17 @@ class ReplicaArgs:
     def computes_prompts(self, number: int) -> bool:
         """Return whether a replica computes prompts for the others."""
         return number < self.prefill_replicas
+
+    def role_of(self, number: int) -> str:
+        """Return the role of a replica, one of ROLES; "" where replicas have none."""
+        if not self.has_roles:
+            return ""
+        return PREFILL if self.computes_prompts(number) else DECODE
+
+    def resource_of(self, role: str) -> str:
+        """Return the resource that the machines of a role have; "": any machine will do."""
+        pairs = (item.partition("=") for item in self.role_resources.split(","))
+        return next((name for other, _, name in pairs if role and other == role), "")
 
     @property
     def follows_load(self) -> bool:

@@ -45,6 +45,7 @@ class FakeCrew:
 
     arguments: list[str]
     has_place: asyncio.Event
+    role: str = ""
     queue: "asyncio.Queue[Report]" = field(default_factory=asyncio.Queue)
     sent: list[str] = field(default_factory=list)
     is_closed: bool = False
@@ -66,16 +67,15 @@ class FakeCrew:
     def delivery(self) -> str:
         return self.arguments[self.arguments.index("--delivery-address") + 1]
 
-    def join(self, version: str = __version__) -> None:
+    def join(self, version: str = __version__, pages: str = "") -> None:
         self.queue.put_nowait(
             {"report": "joined", "address": "tcp://127.0.0.1:9", "version": version,
-             "info": {"dtype": "float32"}}
+             "info": {"dtype": "float32"}, "pages": pages}
         )  # fmt: skip
 
 
 class FakeCrews:
     host = "127.0.0.1"
-    bundle = "a machine with 1 CPU free"
     machines = ("127.0.0.1: 2 CPU, 0 GPU",)
 
     def __init__(self) -> None:
@@ -84,9 +84,12 @@ class FakeCrews:
         self.has_place.set()
         self.is_closed = False
 
-    def new_crew(self, arguments: list[str]) -> FakeCrew:
-        self.crews.append(FakeCrew(arguments, self.has_place))
+    def new_crew(self, arguments: list[str], role: str) -> FakeCrew:
+        self.crews.append(FakeCrew(arguments, self.has_place, role))
         return self.crews[-1]
+
+    def bundle_of(self, role: str) -> str:
+        return f"a machine with 1 CPU{role and f', {role}'} free"
 
     def close(self) -> None:
         self.is_closed = True
@@ -269,3 +272,22 @@ def test_links_that_other_machines_reach_need_keys() -> None:
     check_keys(ServerConfig(), "127.0.0.1")
     check_keys(ServerConfig(frontend=FrontendArgs(insecure=True)), "10.0.0.7")
     check_keys(ServerConfig(frontend=FrontendArgs(curve_dir="keys")), "10.0.0.7")
+
+
+async def test_every_replica_learns_where_the_others_give_pages_as_they_come_and_go() -> None:
+    world = World(prefill_replicas=1)
+    await world.until(lambda: len(world.crews.crews) == 2)
+    prefill, decode = world.crews.crews
+    assert [crew.role for crew in world.crews.crews] == ["prefill", "decode"]
+    decode.join()
+    await world.until(lambda: decode.sent == ["sources 1 "])
+    prefill.join(pages="tcp://127.0.0.1:8")
+    await world.until(lambda: len(prefill.sent) == 2 and world.is_ready)
+    assert decode.sent[-1] == prefill.sent[-1] == "sources 2 0=tcp://127.0.0.1:8"
+    prefill.queue.put_nowait({"report": "lost", "reason": "its machine is gone"})
+    await world.until(lambda: len(world.crews.crews) == 3)
+    assert decode.sent[-1] == "sources 3 "
+    assert world.crews.crews[2].role == "prefill"
+    world.crews.crews[2].join(pages="tcp://127.0.0.1:7")
+    await world.until(lambda: decode.sent[-1] == "sources 4 0=tcp://127.0.0.1:7")
+    await world.stop()

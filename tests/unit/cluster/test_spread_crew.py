@@ -5,7 +5,16 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from cluster_proc.crews import CREW, Bundle, Report, SpreadCrew, fewest_machines
+from cluster_proc.crews import (
+    CREW,
+    Bundle,
+    Machine,
+    PlacedReplica,
+    Report,
+    SpreadCrew,
+    choose_machine,
+    fewest_machines,
+)
 from quadriga import __version__
 
 TIMEOUT_S = 20.0
@@ -130,3 +139,31 @@ def test_ranks_are_on_as_few_machines_as_have_their_gpus(
 def test_a_message_says_what_is_wanted() -> None:
     assert str(Bundle(1.5, 0)) == "a machine with 1.5 CPU free"
     assert str(Bundle(1, 2, 3)) == "3 machines with 1 CPU, 2 GPU free on each"
+    assert str(Bundle(1, 1, resource="h100")) == "a machine with 1 CPU, 1 GPU, h100 free"
+
+
+def place(machines: dict[str, dict[str, float]], roles: str, **resources: str) -> list[str | None]:
+    """Return the machine of each replica, placed in turn. roles: `p` or `d` for each."""
+    placed: list[PlacedReplica] = []
+    for role in roles:
+        bundle = Bundle(1, 0, resource=resources.get(role, ""))
+        found = [Machine(name, resources) for name, resources in machines.items()]
+        placed.append(
+            PlacedReplica(choose_machine(found, placed, bundle, role) or "", role, bundle)
+        )
+    return [one.machine for one in placed]
+
+
+def test_the_replicas_of_a_role_are_spread_over_the_machines() -> None:
+    two = {"a": {"CPU": 2.0}, "b": {"CPU": 2.0}}
+    assert sorted(place(two, "ppdd")[:2]) == sorted(place(two, "ppdd")[2:]) == ["a", "b"]
+    assert place({"a": {"CPU": 1.0}, "b": {"CPU": 4.0}}, "pddd") == ["b", "a", "b", "b"]
+    three = {name: {"CPU": 4.0} for name in "abc"}
+    assert [sorted(place(three, "pppddd")[at : at + 3]) for at in (0, 3)] == [["a", "b", "c"]] * 2
+    assert place({"a": {"CPU": 1.0}}, "pd") == ["a", ""], "Ray finds a place later"
+
+
+def test_a_role_is_on_the_machines_with_its_resource() -> None:
+    machines = {"a": {"CPU": 4.0, "h100": 1.0}, "b": {"CPU": 4.0}, "c": {"CPU": 4.0, "l40s": 1.0}}
+    assert place(machines, "ppdd", p="h100", d="l40s") == ["a", "a", "c", "c"]
+    assert place(machines, "p", p="tpu") == [""]

@@ -155,7 +155,16 @@ def test_a_request_that_has_tokens_goes_on_where_these_are_generated() -> None:
         ({"prefill_replicas": 1}, "start with --dp 2"),
         ({"dp": 2, "prefill_replicas": 2}, "start with --dp 3"),
         ({"dp": 2, "prefill_replicas": -1}, "must be 0 or more"),
-        ({"dp": 2, "prefill_replicas": 1, "cluster": "ray"}, "leave --cluster out"),
+        (
+            {"dp": 2, "prefill_replicas": 1, "cluster": "ray", "max_replicas": 3},
+            "leave --max-replicas out",
+        ),
+        ({"dp": 2, "prefill_replicas": 1, "role_resources": "prefill=a"}, "--cluster ray only"),
+        ({"dp": 2, "cluster": "ray", "role_resources": "prefill=a"}, "--prefill-replicas only"),
+        (
+            {"dp": 2, "prefill_replicas": 1, "cluster": "ray", "role_resources": "draft=a"},
+            "a role of prefill or decode",
+        ),
         (
             {"dp": 2, "prefill_replicas": 1, "disable_radix_cache": True,
              "load_balance_method": "least-loaded"},
