@@ -121,6 +121,7 @@ class ServerFlags(TypedDict, total=False):
     dp: int
     load_balance_method: Literal["cache-aware", "least-loaded", "round-robin"]
     prefill_replicas: int
+    role_resources: str
     cluster: Literal["none", "ray"]
     replica_cpus: float
     nnodes: int | None

@@ -4,7 +4,7 @@ python -m tests.faults.kill_matrix [--rounds 10] [--processes …] [--signals �
 python -m tests.faults.kill_matrix --random 600     # a random process every three seconds
 python -m tests.faults.kill_matrix --moments http   # under resumable streams by HTTP
 python -m tests.faults.kill_matrix --dp 2           # the processes of one of two replicas
-python -m tests.faults.kill_matrix --dp 2 --prefill-replicas 1 --replica 0  # of one with a role
+python -m tests.faults.kill_matrix --dp 2 --prefill-replicas 1  # of one replica of either role
 python -m tests.faults.kill_matrix --requests encoder ranker …  # answers that are numbers
 python -m tests.faults.kill_matrix --requests adapters  # streams of more adapters than places
 
@@ -469,7 +469,10 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--moments", nargs="*", choices=MOMENTS, default=list(MOMENTS))
     parser.add_argument("--watchdog", type=float, default=3.0, help="seconds; more if it is busy")
     parser.add_argument(
-        "--dp", type=int, default=1, help="replicas; those of the last one are killed"
+        "--dp",
+        type=int,
+        default=1,
+        help="replicas; the processes of the last one are killed, with roles also of the first one",
     )
     parser.add_argument("--prefill-replicas", type=int, default=0, help="as of a server")
     parser.add_argument("--streams", type=int, default=STREAMS, help=f"default: {STREAMS}")
@@ -496,8 +499,16 @@ def main(arguments: list[str] | None = None) -> int:
 
 def _run(matrix: Matrix, options: argparse.Namespace, title: str) -> bool:
     """Print a row for each case, and return whether no request was lost or wrong."""
-    replica = options.dp - 1 if options.replica is None else options.replica
-    processes = [_of_replica(name, options.dp, replica) for name in options.processes]
+    replicas = [options.dp - 1] if options.replica is None else [options.replica]
+    if options.prefill_replicas and options.replica is None:
+        replicas.insert(0, 0)
+    processes = list(
+        dict.fromkeys(
+            _of_replica(name, options.dp, replica)
+            for replica in replicas
+            for name in options.processes
+        )
+    )
     if options.random:
         tally = StreamTally()
         kills = matrix.at_random(processes, options.random, tally)
