@@ -7,6 +7,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from bench.client.server import free_port
 from quadriga.client import AsyncClient, Client, Completion, SamplingParams
 from tests.server import kill_tree, launch, stop, wait_until, wait_until_ready
@@ -17,6 +19,11 @@ MODEL_FLAGS = ["--dtype", "float32", "--worker-threads", "1", "--max-total-token
 NEW_TOKENS = 230
 GREEDY = SamplingParams(temperature=0, max_new_tokens=NEW_TOKENS, ignore_eos=True)
 SEEDED = SamplingParams(temperature=1.0, seed=5, max_new_tokens=NEW_TOKENS, ignore_eos=True)
+
+
+def raylet_of(process: psutil.Process) -> int:
+    """Return the process of Ray that stands for the machine of a process; 0: it is on none."""
+    return next((one.pid for one in process.parents() if one.name() == "raylet"), 0)
 
 
 async def run_streams(

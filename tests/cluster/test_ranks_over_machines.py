@@ -9,7 +9,7 @@ from typing import Any
 import psutil
 import pytest
 
-from tests.cluster.cluster_server import ClusterServer, cluster_server
+from tests.cluster.cluster_server import ClusterServer, cluster_server, raylet_of
 from tests.cluster.conftest import MACHINE
 from tests.server import is_alive, wait_until
 
@@ -41,11 +41,6 @@ def find(program: str) -> psutil.Process:
     """Return the one process of the cluster that runs a program."""
     (found,) = find_all(program)
     return found
-
-
-def raylet_of(process: psutil.Process) -> int:
-    """Return the process of Ray that stands for the machine of a process; 0: it is on none."""
-    return next((one.pid for one in process.parents() if one.name() == "raylet"), 0)
 
 
 def removable_machine(cluster: Any) -> Any:

@@ -17,9 +17,8 @@ from transformers import AutoModelForCausalLM
 
 from quadriga.client import AsyncClient
 from quadriga.server.processes.page_sources import FILE_NAME, write_sources
-from tests.cluster.cluster_server import GREEDY, ClusterServer, cluster_server
+from tests.cluster.cluster_server import GREEDY, ClusterServer, cluster_server, raylet_of
 from tests.cluster.conftest import MACHINE
-from tests.cluster.test_ranks_over_machines import raylet_of
 from tests.faults.inject import fault_environment
 from tests.integration.equality import lengths_up_to, prompts_of, references, serve_all
 from tests.link_proxy import LinkProxy
