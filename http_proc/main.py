@@ -24,7 +24,7 @@ from quadriga.client.async_client import AsyncClient
 from quadriga.errors import ServerFailed, ServerUnreachable
 from quadriga.server.config.server_config import ServerConfig, from_argv
 from quadriga.server.model_list import read_models
-from quadriga.server.models.adapters.store import AdapterStore, store_directory
+from quadriga.server.models.adapters.store import AdapterStore
 from quadriga.server.processes.child import Child, run_child
 from quadriga.server.processes.control_channel import Command
 from quadriga.wire.client import gateway_address
@@ -82,7 +82,7 @@ async def _models(child: Child, rows: StreamRows) -> ServedModels:
     def adapters(config: ServerConfig, name: str) -> AdapterStore | None:
         if not config.model.serves_adapters:
             return None
-        return AdapterStore(store_directory(child.server_dir, name), config.model)
+        return AdapterStore.of_model(child.server_dir, name, config)
 
     if not child.models_file:
         only = ServedModel(

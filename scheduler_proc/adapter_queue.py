@@ -1,6 +1,8 @@
 """The adapters that the worker has loaded, and the requests that wait for one."""
 
+import logging
 from collections import OrderedDict
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -66,7 +68,7 @@ class AdapterQueue(HeldRequests[str]):
 
     Where requests need all places, adapters wait in the order of their first requests; a loaded
     adapter with a stream of new requests cannot keep them waiting for long, see
-    MAX_OVERTAKEN_A_PLACE.
+    MAX_OVERTAKEN_A_PLACE. A pinned adapter keeps its place, and gets one without requests.
 
     Args:
         worker: the link to the worker.
@@ -83,6 +85,7 @@ class AdapterQueue(HeldRequests[str]):
         self._places: OrderedDict[str, _Place] = OrderedDict()  # the longest unused first
         # All that the worker has read, those in places among them; the longest unused first.
         self._memory: OrderedDict[str, AdapterRef] = OrderedDict()
+        self._pinned: dict[str, AdapterRef] = {}  # fewer than places
         self._free: list[int] = []
         self._num_overtaken = 0
         self._num_loads = 0
@@ -97,6 +100,7 @@ class AdapterQueue(HeldRequests[str]):
         self._held.clear()
         self._free = list(reversed(range(self._num_places)))
         self._num_overtaken = 0
+        self._load_next()
 
     def name_of(self, adapter_id: str) -> str | None:
         """Return the name of a loaded adapter; None where the worker has none of this id."""
@@ -146,15 +150,18 @@ class AdapterQueue(HeldRequests[str]):
         The lifecycle calls it after each of the other methods.
         """
         leaving: list[Request] = []
-        for place in [place for place in self._places.values() if place.is_closing]:
-            if self._waiting_adapters():
+        for place in self._closing_places():
+            if self._waiting_adapters() and not self._is_pinned(place):
                 leaving += self._take_back(place)
         entering: list[Request] = []
-        if not self._waiting_adapters():
-            for place in [place for place in self._places.values() if place.is_closing]:
+        for place in self._closing_places():
+            if not self._waiting_adapters() or self._is_pinned(place):
                 place.is_closing = False
                 entering += self._begin_held(place)
         return AdapterMoves(leaving, entering)
+
+    def _closing_places(self) -> list[_Place]:
+        return [place for place in self._places.values() if place.is_closing]
 
     def _take_back(self, place: _Place) -> list[Request]:
         """Hold back the requests of a closing place that have not begun, and return them."""
@@ -186,6 +193,8 @@ class AdapterQueue(HeldRequests[str]):
             del self._places[ready.id]
             self._free.append(place.number)
             self._evict(ready.id)
+            if self._pinned.pop(ready.id, None) is not None:
+                logging.warning("a pinned adapter is not loaded: %s", ready.error)
         else:
             place.is_ready = True
             self._num_loads += 1
@@ -205,6 +214,16 @@ class AdapterQueue(HeldRequests[str]):
             elif adapter_id in self._memory:
                 self._evict(adapter_id)
 
+    def pin(self, adapters: list[AdapterRef]) -> None:
+        """Let these adapters, and no others, keep their places. They are loaded as there is room.
+
+        One that cannot be loaded is not pinned any more.
+        """
+        self._pinned = {adapter.id: adapter for adapter in adapters}
+        for place in filter(self._is_pinned, self._places.values()):
+            place.is_dropped = False
+        self._load_next()
+
     def info(self) -> InfoValues:
         """Return the counters and gauges, as docs/protocol.md lists them."""
         loaded = [place.adapter.name for place in self._places.values() if place.is_ready]
@@ -215,6 +234,7 @@ class AdapterQueue(HeldRequests[str]):
             "max_in_memory": self._max_in_memory,
             "loaded": loaded,
             "in_memory": [adapter.name for adapter in self._memory.values()],
+            "pinned": [adapter.name for adapter in self._pinned.values()],
             "running": running,
             "waiting": sorted(waiting),
             "loads": self._num_loads,
@@ -242,23 +262,34 @@ class AdapterQueue(HeldRequests[str]):
         """Return the ids of the adapters that have requests and no place, the first one first."""
         return [adapter_id for adapter_id in self._held if adapter_id not in self._places]
 
+    def _is_pinned(self, place: _Place) -> bool:
+        return place.adapter.id in self._pinned
+
+    def _wanted_adapters(self) -> Iterator[AdapterRef]:
+        """Yield the adapters that are to get places: of requests, then those that are pinned."""
+        for adapter_id in self._waiting_adapters():
+            adapter = next(iter(self._held[adapter_id].values())).adapter
+            assert adapter is not None
+            yield adapter
+        yield from [one for one in self._pinned.values() if one.id not in self._places]
+
     def _load_next(self) -> None:
-        """Give waiting adapters places, as far as there are free or idle ones."""
-        for adapter_id in self._waiting_adapters() if self._session is not None else ():
+        """Give adapters places, as far as there are free or idle ones."""
+        if self._session is None:
+            return
+        for adapter in self._wanted_adapters():
             if not self._free:
-                idle = next((place for place in self._places.values() if place.is_idle), None)
+                places = self._places.values()
+                idle = next((p for p in places if p.is_idle and not self._is_pinned(p)), None)
                 if idle is None:
                     return
                 self._forget(idle)
-            adapter = next(iter(self._held[adapter_id].values())).adapter
-            assert adapter is not None
-            assert self._session is not None
-            was_in_memory = adapter_id in self._memory
+            was_in_memory = adapter.id in self._memory
             if not was_in_memory:
                 self._make_room()
-                self._memory[adapter_id] = adapter
+                self._memory[adapter.id] = adapter
             place = _Place(self._free.pop(), adapter, was_in_memory)
-            self._places[adapter_id] = place
+            self._places[adapter.id] = place
             self._num_overtaken = 0
             self._worker.send(LoadAdapter(adapter, place.number, self._session))
 
@@ -273,7 +304,8 @@ class AdapterQueue(HeldRequests[str]):
     def _make_room(self) -> None:
         """Make room in memory for one more adapter, which is about to get a place."""
         if len(self._memory) >= self._max_in_memory:
-            self._evict(next(adapter for adapter in self._memory if adapter not in self._places))
+            unused = [adapter_id for adapter_id in self._memory if adapter_id not in self._places]
+            self._evict(next((one for one in unused if one not in self._pinned), unused[0]))
 
     def _evict(self, adapter_id: str) -> None:
         """Free the memory of an adapter that has no place."""
@@ -283,8 +315,9 @@ class AdapterQueue(HeldRequests[str]):
 
     def _close_if_overtaken(self) -> None:
         """Close the place with the fewest requests if the waiting adapters were overtaken."""
-        places = [place for place in self._places.values() if place.is_ready]
-        has_closing = any(place.is_closing for place in places)
-        if self._num_overtaken < MAX_OVERTAKEN_A_PLACE * self._num_places or has_closing:
+        if self._num_overtaken < MAX_OVERTAKEN_A_PLACE * self._num_places:
+            return
+        places = [p for p in self._places.values() if p.is_ready and not self._is_pinned(p)]
+        if not places or any(place.is_closing for place in places):
             return
         min(places, key=lambda place: len(place.users)).is_closing = True

@@ -264,6 +264,11 @@ class RequestLifecycle:
         self.adapters.drop(ids)
         self._settle_adapters()
 
+    def pin_adapters(self, adapters: list[AdapterRef]) -> None:
+        """Let these adapters, and no others, keep their places in the worker."""
+        self.adapters.pin(adapters)
+        self._settle_adapters()
+
     def _on_adapter(self, request: Request) -> None:
         """Queue a request whose adapter is loaded."""
         request.waited_for += (WaitReason.ADAPTER,)

@@ -243,6 +243,8 @@ class Scheduler:
                 lifecycle.withdraw(lifecycle.table.with_seqs(message.seqs))
             case to_scheduler.DropAdapters():
                 lifecycle.drop_adapters(message.ids)
+            case to_scheduler.PinAdapters():
+                lifecycle.pin_adapters(message.adapters)
             case to_scheduler.AbortAll():
                 lifecycle.abort_all(message.reason)
             case to_scheduler.Shutdown():

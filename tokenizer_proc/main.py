@@ -15,7 +15,7 @@ from quadriga.sampling.validation import find_unserved_tokens
 from quadriga.server.model_aliases import FILE_NAME, AliasFile
 from quadriga.server.model_list import read_models
 from quadriga.server.models import model_impl, resolve
-from quadriga.server.models.adapters.store import AdapterStore, store_directory
+from quadriga.server.models.adapters.store import AdapterStore
 from quadriga.server.models.formats.tokenizer import load_tokenizer
 from quadriga.server.processes.child import Child, run_child
 from quadriga.server.processes.control_channel import GATEWAY_GOES_ON, Command
@@ -158,8 +158,7 @@ def _make_frontend(
     guard = overload.OverloadGuard(max_queued, limits.max_requests_per_client)
     store = None
     if child.config.model.serves_adapters:
-        directory = store_directory(child.server_dir, child.of_model)
-        store = AdapterStore(directory, child.config.model)
+        store = AdapterStore.of_model(child.server_dir, child.of_model, child.config)
         store.load_modules()
     num_kept = max(2 * limits.max_loras, limits.num_loras_in_memory)
     moved = Path(child.models_file).with_name(FILE_NAME) if child.models_file else None

@@ -28,19 +28,19 @@ class LoadAdapterBody(RequestBody):
 
     lora_name: a model's name in requests from now on. lora_path: a PEFT directory, or a GGUF file.
     load_inplace: it replaces the adapter of this name; requests that have begun keep theirs.
-    base_model_name: the model that it belongs to, of a server with several. pinned is ignored: an
-    adapter is never unloaded while requests need it.
+    base_model_name: the model that it belongs to, of a server with several. pinned: it keeps its
+    place in the worker while no request needs it; left out: as the adapter of this name does.
     """
 
     lora_name: str
     lora_path: str
     load_inplace: bool = False
     base_model_name: str | None = None
-    pinned: bool = False
+    pinned: bool | None = None
 
 
 class UnloadAdapterBody(RequestBody):
-    """POST /v1/unload_lora_adapter. Requests that have begun go on."""
+    """POST /v1/unload_lora_adapter. Requests that have begun go on; it is not pinned any more."""
 
     lora_name: str
 
@@ -53,12 +53,16 @@ class LoadedAdapters(msgspec.Struct):
 
 
 class NumberedAdapter(msgspec.Struct):
-    """An adapter in llama.cpp's form. scale: 0, as only requests that name it have it."""
+    """An adapter in llama.cpp's form.
+
+    scale: 0, as only requests that name it have it. pinned: it keeps its place in the worker.
+    """
 
     id: int
     path: str
     name: str
     scale: float = 0.0
+    pinned: bool = False
 
 
 def all_entries(gateway: Gateway) -> list[tuple[ServedModel, AdapterEntry]]:
@@ -106,32 +110,31 @@ def served_by(
 async def load(request: web.Request) -> web.Response:
     """Load an adapter."""
     entry = await _load(request)
-    return web.Response(text=f"Success: LoRA adapter '{entry.name}' added successfully.")
-
-
-async def load_sglang(request: web.Request) -> web.Response:
-    """Load an adapter, in SGLang's form."""
-    await _load(request)
-    return json_response(_loaded(request.app[GATEWAY]))
+    return _answer(request, f"Success: LoRA adapter '{entry.name}' added successfully.")
 
 
 async def unload(request: web.Request) -> web.Response:
     """Unload an adapter."""
     name = await _unload(request)
-    return web.Response(text=f"Success: LoRA adapter '{name}' removed successfully.")
+    return _answer(request, f"Success: LoRA adapter '{name}' removed successfully.")
 
 
-async def unload_sglang(request: web.Request) -> web.Response:
-    """Unload an adapter, in SGLang's form."""
-    await _unload(request)
-    return json_response(_loaded(request.app[GATEWAY]))
+def _answer(request: web.Request, text: str) -> web.Response:
+    """Return an answer in the form of the path: a text as vLLM's, or a list as SGLang's."""
+    if request.path.startswith("/v1/"):
+        return web.Response(text=text)
+    entries = all_entries(request.app[GATEWAY])
+    return json_response(LoadedAdapters(True, {entry.name: entry.path for _, entry in entries}))
 
 
 async def numbered(request: web.Request) -> web.Response:
     """List the adapters with the numbers that `lora` of a request may have."""
     entries = all_entries(request.app[GATEWAY])
     return json_response(
-        [NumberedAdapter(i, entry.path, entry.name) for i, (_, entry) in enumerate(entries)]
+        [
+            NumberedAdapter(i, entry.path, entry.name, pinned=entry.pinned)
+            for i, (_, entry) in enumerate(entries)
+        ]
     )
 
 
@@ -157,7 +160,9 @@ async def _load(request: web.Request) -> AdapterEntry:
         )
     name, before = body.lora_name, store.entries.get(body.lora_name)
     try:
-        entry = await asyncio.to_thread(store.load, name, body.lora_path, body.load_inplace)
+        entry = await asyncio.to_thread(
+            store.load, name, body.lora_path, body.load_inplace, body.pinned
+        )
         await _use(model, name)
     except QuadrigaError as error:
         await asyncio.to_thread(store.put_back, name, before)
@@ -211,16 +216,12 @@ def _store(model: ServedModel) -> AdapterStore:
     return model.adapters
 
 
-def _loaded(gateway: Gateway) -> LoadedAdapters:
-    return LoadedAdapters(True, {entry.name: entry.path for _, entry in all_entries(gateway)})
-
-
 ADAPTER_ENDPOINTS = [
     post("/v1/load_lora_adapter", load, "Load a LoRA adapter", LoadAdapterBody, PLAIN),
     post("/v1/unload_lora_adapter", unload, "Unload a LoRA adapter", UnloadAdapterBody, PLAIN),
-    post("/load_lora_adapter", load_sglang, "Load a LoRA adapter, in SGLang's format",
+    post("/load_lora_adapter", load, "Load a LoRA adapter, in SGLang's format",
          LoadAdapterBody, LoadedAdapters),
-    post("/unload_lora_adapter", unload_sglang, "Unload a LoRA adapter, in SGLang's format",
+    post("/unload_lora_adapter", unload, "Unload a LoRA adapter, in SGLang's format",
          UnloadAdapterBody, LoadedAdapters),
     Endpoint("/lora-adapters", numbered, "The LoRA adapters, in llama.cpp's format",
              list[NumberedAdapter]),

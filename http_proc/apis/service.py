@@ -91,7 +91,7 @@ class ModelCard(msgspec.Struct):
     created: start of the gateway, in Unix seconds. max_model_len: context in tokens. root: the
     model, or the path of an adapter. parent: the model of an adapter. answer_format: where the
     marks of its reasoning and calls come from. aliases: further names of the model in requests, if
-    it has any.
+    it has any. pinned: of an adapter: it keeps its place in the worker.
     """
 
     id: str
@@ -104,6 +104,7 @@ class ModelCard(msgspec.Struct):
     object: str = "model"
     owned_by: str = "quadriga"
     aliases: list[str] | msgspec.UnsetType = msgspec.UNSET
+    pinned: bool | msgspec.UnsetType = msgspec.UNSET
 
 
 class ModelList(msgspec.Struct):
@@ -209,8 +210,8 @@ async def models(request: web.Request) -> web.Response:
     answering = {card.id for card in cards}
     for served in gateway.models:
         if served.adapters is not None and served.name in answering:
-            for name in served.adapters.names:
-                cards.append(await _card(gateway, ServedAdapter(served, name)))
+            for entry in served.adapters.all():
+                cards.append(await _card(gateway, ServedAdapter(served, entry.name)))
     if SYSTEM_ONE_HEADER in request.headers:
         return json_response(DescribedModels([DescribedModel.of(card) for card in cards]))
     if ANTHROPIC_HEADER not in request.headers:
@@ -242,18 +243,24 @@ async def _card(gateway: Gateway, served: ServedModel) -> ModelCard:
         rerank=ranks(info),
         classify=classifies(info),
     )
-    created, root = gateway.started_at, served.name
-    if served.adapters is not None and served.adapter:
-        created, root = served.adapters.origin(served.adapter, created)
-    return ModelCard(
+    card = ModelCard(
         served.name,
-        created,
+        gateway.started_at,
         info["context_length"],
-        root,
+        served.name,
         capabilities,
         answers.source,
-        parent=served.base.name if served.adapter else None,
         aliases=gateway.models.aliases_of(served) or msgspec.UNSET,
+    )
+    adapter = served.adapters.find(served.adapter) if served.adapters and served.adapter else None
+    if adapter is None:
+        return card
+    return msgspec.structs.replace(
+        card,
+        created=int(adapter.loaded_at) or card.created,
+        root=adapter.path,
+        parent=served.base.name,
+        pinned=adapter.pinned,
     )
 
 

@@ -47,6 +47,10 @@ class ServerInfo:
         self._task: asyncio.Task[dict[str, Any]] | None = None
         self._asked_at = 0.0
 
+    def forget(self) -> None:
+        """Take in that what is known holds no more."""
+        self._static, self._task = {}, None
+
     async def static(self) -> dict[str, Any]:
         """Return an info whose constants are valid, such as the context length.
 
@@ -124,8 +128,8 @@ class ServedModel:
 
     Attributes:
         first_aliases: its aliases at the start; ServedModels has those of now.
-        load: whether it is loaded, as the launcher says. LOST: its processes have ended for good,
-            and every call of its clients says why.
+        load: whether it is loaded. LOST: its processes have ended for good, and every call of its
+            clients says why.
         server_info: the info of the model's server.
         progress: the poller of streams that wait.
         lasting_progress: the poller of resumable ones.
@@ -151,7 +155,7 @@ class ServedModel:
         self.first_aliases = tuple(aliases)
         self.preload = preload
         self.adapters = adapters
-        self.load = ModelLoad(LOADED)
+        self._load = ModelLoad(LOADED)
         self.client = client
         self.lasting_client = lasting_client or client
         self.server_info = ServerInfo(client)
@@ -171,6 +175,15 @@ class ServedModel:
     def adapter(self) -> str:
         """Name of the adapter that answers; "": the model itself does."""
         return ""
+
+    @property
+    def load(self) -> ModelLoad:
+        """Whether it is loaded, as the launcher says. Only that of a base can be set."""
+        return self.base._load
+
+    @load.setter
+    def load(self, load: ModelLoad) -> None:
+        self._load = load
 
     @property
     def state(self) -> str:
@@ -196,7 +209,7 @@ class ServedModel:
     async def lose(self, error: QuadrigaError) -> None:
         """End every open and later request with an error: the model's processes have ended."""
         self.load = ModelLoad(LOST)
-        self.server_info = ServerInfo(self.client)  # what is known holds no more
+        self.server_info.forget()
         await self.client.give_up(error)
         if self.lasting_client is not self.client:
             await self.lasting_client.give_up(error)
@@ -225,9 +238,11 @@ class ServedAdapter(ServedModel):
     def __init__(self, base: ServedModel, name: str) -> None:
         self._base = base
         self.name = name
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._base, name)
+        self.config, self.preload, self.adapters = base.config, base.preload, base.adapters
+        self.first_aliases = ()
+        self.client, self.lasting_client = base.client, base.lasting_client
+        self.server_info, self.answers, self.recent = base.server_info, base.answers, base.recent
+        self.progress, self.lasting_progress = base.progress, base.lasting_progress
 
     @property
     def base(self) -> ServedModel:
@@ -300,7 +315,7 @@ class ServedModels(Collection[ServedModel]):
     def _adapter(self, name: str) -> ServedAdapter | None:
         """Return the adapter of this name, of the first model that has one."""
         for model in self._models:
-            if model.adapters is not None and model.adapters.has(name):
+            if model.adapters is not None and model.adapters.find(name) is not None:
                 return ServedAdapter(model, name)
         return None
 
@@ -341,7 +356,7 @@ class ServedModels(Collection[ServedModel]):
         """Return "use …" with the names of models: all if they are few, else those like `name`."""
         names = [model.name for model in self._models]
         for model in self._models:
-            names += model.adapters.names if model.adapters is not None else []
+            names += [] if model.adapters is None else [one.name for one in model.adapters.all()]
         if len(names) > MAX_NAMED_MODELS:
             names = similar(name[:MAX_COMPARED_CHARS], [*names, *self._aliases])
         if not names:

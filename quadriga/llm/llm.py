@@ -91,6 +91,7 @@ class ServerFlags(TypedDict, total=False):
     speculative_method: Literal["none", "ngram", "auto", "self"]
     num_speculative_tokens: int
     max_loras: int
+    max_cpu_loras: int | None
     journal: str
     no_journal: bool
     resume: bool

@@ -13,11 +13,13 @@ class LoRARequest(NamedTuple):
         lora_name: its name, which a path belongs to from the first request on.
         lora_int_id: ignored: an adapter is known by its content.
         lora_path: a PEFT directory or a GGUF file; "": it is loaded already.
+        pinned: it keeps its place in the worker from now on; False: it stays as it is.
     """
 
     lora_name: str
     lora_int_id: int = 1
     lora_path: str = ""
+    pinned: bool = False
 
 
 def load_adapter(info: dict[str, Any], request: LoRARequest) -> str:
@@ -32,7 +34,8 @@ def load_adapter(info: dict[str, Any], request: LoRARequest) -> str:
 
     Raises:
         ConfigError: the server was started without adapters.
-        InvalidRequest: the files are no adapter of the model, or the name has other ones.
+        InvalidRequest: the files are no adapter of the model, the name has other ones, or too many
+            adapters are pinned.
     """
     if not request.lora_path:
         return request.lora_name
@@ -44,5 +47,7 @@ def load_adapter(info: dict[str, Any], request: LoRARequest) -> str:
     from quadriga.server.models.adapters.store import AdapterStore
 
     args = ModelArgs(enable_lora=True, max_lora_rank=int(info["max_lora_rank"]))
-    AdapterStore(Path(directory), args).load(request.lora_name, request.lora_path)
+    max_loras = int(info["adapters"]["max"])
+    store = AdapterStore(Path(directory), Path(info["adapter_copies"]), args, max_loras)
+    store.load(request.lora_name, request.lora_path, pinned=True if request.pinned else None)
     return request.lora_name

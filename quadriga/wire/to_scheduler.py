@@ -162,6 +162,18 @@ class FrontendRestarted(msgspec.Struct, tag="frontend_restarted", array_like=Tru
     wants_names: bool = False
 
 
+class PinAdapters(msgspec.Struct, tag="pin_adapters", array_like=True, frozen=True):
+    """Have the worker load these adapters, and keep them in their places without requests.
+
+    The message takes the place of earlier ones.
+
+    Attributes:
+        adapters: fewer than the worker has places.
+    """
+
+    adapters: list[AdapterRef]
+
+
 class DropAdapters(msgspec.Struct, tag="drop_adapters", array_like=True, frozen=True):
     """Have the worker free the memory of adapters that have no name any more.
 
@@ -284,4 +296,5 @@ SchedulerMessage = (
     | LinkRestored
     | Withdraw
     | DropAdapters
+    | PinAdapters
 )

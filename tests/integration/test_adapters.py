@@ -130,7 +130,7 @@ def test_an_adapter_that_was_used_before_answers_without_its_files(adapters: Ada
             client.generate(PROMPTS[0], GREEDY, adapter=name)
         between = client.info()["adapters"]
         assert sorted(between["in_memory"]) == sorted(names)
-        copies, away = Path(before["adapter_directory"]), adapters.directory.parent / "away"
+        copies, away = Path(before["adapter_copies"]), adapters.directory.parent / "away"
         ids = [before["adapter_ids"][name] for name in names]
         away.mkdir()
         for adapter_id in ids:
@@ -234,7 +234,10 @@ def test_a_stream_keeps_its_version_where_the_frontend_dies(
             expected = (await client.generate(PROMPTS[0], long, adapter=name)).token_ids
             info = await client.info()
             before = info["adapter_ids"][name]
-            store = AdapterStore(Path(info["adapter_directory"]), ModelArgs(enable_lora=True))
+            store = AdapterStore(
+                Path(info["adapter_directory"]), Path(info["adapter_copies"]),
+                ModelArgs(enable_lora=True), MAX_LORAS,
+            )  # fmt: skip
             tokens: list[int] = []
             completion = None
             async for chunk in client.stream(PROMPTS[0], long, adapter=name):
@@ -254,6 +257,39 @@ def test_a_stream_keeps_its_version_where_the_frontend_dies(
             assert tokens == expected and tokens[:NUM_TOKENS] == adapters.answers["a3"][0]
 
     asyncio.run(run())
+
+
+def test_a_pinned_adapter_keeps_its_place_also_where_processes_die(adapters: Adapters) -> None:
+    body = {"lora_name": "pinned", "lora_path": str(adapters.directory / "a1")}
+    status, answer = adapters.post("/load_lora_adapter", **body, pinned=True)
+    assert status == 200 and answer["loaded_adapters"]["pinned"] == body["lora_path"]
+    listed = {card["id"]: card for card in adapters.get("/v1/models")["data"]}
+    assert listed["pinned"]["pinned"] is True and listed["a1"]["pinned"] is False
+    assert "pinned" not in listed["base"]
+    assert [o["name"] for o in adapters.get("/lora-adapters") if o["pinned"]] == ["pinned"]
+    second = {"lora_name": "more", "lora_path": str(adapters.directory / "a2"), "pinned": True}
+    status, answer = adapters.post("/v1/load_lora_adapter", **second)
+    assert status == 400 and answer["error"]["param"] == "pinned", answer
+    assert "--max-loras is 2" in answer["error"]["message"]
+
+    def is_in_its_place() -> bool:
+        info = client.info(60)["adapters"]
+        return "pinned" in info["loaded"] and info["pinned"] == ["pinned"]
+
+    with Client(adapters.server.endpoint) as client:
+        for name in ("a0", "a3", "a4"):
+            assert client.generate(PROMPTS[0], GREEDY, adapter=name).token_ids
+            assert is_in_its_place()
+        for program in ("worker_proc", "scheduler_proc", "tokenizer_proc"):
+            os.kill(adapters.server.pid_of(program), signal.SIGKILL)
+            wait_until(is_in_its_place, 60)
+        answer = client.generate(PROMPTS[0], GREEDY, adapter="pinned")
+        assert answer.token_ids == adapters.answers["a1"][0]
+        assert adapters.post("/v1/unload_lora_adapter", lora_name="pinned")[0] == 200
+        client.generate(PROMPTS[0], GREEDY, adapter="a0")
+        assert client.info()["adapters"]["pinned"] == []
+    assert adapters.post("/v1/load_lora_adapter", **second)[0] == 200
+    assert adapters.post("/v1/unload_lora_adapter", lora_name="more")[0] == 200
 
 
 def test_what_cannot_be_loaded_is_an_error_with_its_reason(adapters: Adapters) -> None:
@@ -307,8 +343,12 @@ def test_an_llm_loads_the_adapter_of_a_request(adapters: Adapters, llama_dir: Pa
     path = str(adapters.directory / "a3")
     flags: Any = {"dtype": "float32", "worker_threads": 1, "max_total_tokens": 4096}
     with LLM(str(llama_dir), enable_lora=True, **flags) as llm:
-        completion = llm.generate(PROMPTS[0], GREEDY, lora_request=LoRARequest("third", 1, path))
+        third = LoRARequest("third", 1, path)
+        completion = llm.generate(PROMPTS[0], GREEDY, lora_request=third)
         assert completion.token_ids == adapters.answers["a3"][0]
+        assert llm.client.info()["adapters"]["pinned"] == []
+        llm.generate(PROMPTS[0], GREEDY, lora_request=third._replace(pinned=True))
+        assert llm.client.info()["adapters"]["pinned"] == ["third"]
         assert llm.generate(PROMPTS[0], GREEDY).token_ids == adapters.answers[""][0]
 
 

@@ -15,7 +15,13 @@ from quadriga.errors import ConfigError
 from quadriga.server.config.engine_args import BATCH_MODES, POLICIES, SchedulerArgs
 from quadriga.wire.adapter import AdapterRef
 from quadriga.wire.cache import CacheHint
-from quadriga.wire.to_scheduler import CacheRelease, DropAdapters, InfoRequest, StopFound
+from quadriga.wire.to_scheduler import (
+    CacheRelease,
+    DropAdapters,
+    InfoRequest,
+    PinAdapters,
+    StopFound,
+)
 from scheduler_proc.planning.quarantine import MAX_WORKER_CRASHES
 from tests.faults.inject import retract_one
 from tests.unit.simulation import EOS, JUMPING, Observe, World, abort, reference, submit
@@ -267,6 +273,9 @@ def random_life(
             chaos.release(source.choice([None, *KEYS]), source.random() < 0.2)
         if has_adapters and source.random() < 0.02:
             chaos.world.send(DropAdapters([source.choice(ADAPTERS)]))
+        if has_adapters and source.random() < 0.02:
+            names = source.sample(ADAPTERS, source.randrange(args.max_loras))
+            chaos.world.send(PinAdapters([AdapterRef(name, name) for name in names]))
         if source.random() < 0.05:
             chaos.abort(source.randint(0, len(chaos.sent)))
         if source.random() < 0.03:

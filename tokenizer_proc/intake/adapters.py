@@ -5,7 +5,7 @@ import logging
 from collections.abc import Callable
 
 from quadriga.errors import ConfigError, InvalidRequest
-from quadriga.server.models.adapters.store import AdapterStore
+from quadriga.server.models.adapters.store import AdapterEntry, AdapterStore
 from quadriga.wire.adapter import AdapterRef
 from quadriga.wire.client import InfoValues
 from quadriga.wire.to_scheduler import DropAdapters
@@ -33,15 +33,28 @@ class Adapters:
         self._store = store
         self._replicas = replicas
         self._num_kept = num_kept
+        self._shown: dict[str, AdapterEntry] | None = None  # by which the pins were sent
+        self._pinned: list[AdapterRef] | None = None
+
+    def start(self) -> None:
+        """Send which adapters are pinned. What follows sends it again where it has changed."""
+        if self._store is not None:
+            self._send_pins(self._store)
+
+    def _send_pins(self, store: AdapterStore) -> None:
+        entries = store.entries
+        if entries is self._shown:
+            return
+        self._shown = entries
+        pinned = [entry.ref for entry in entries.values() if entry.pinned]
+        if pinned != self._pinned:
+            self._pinned = pinned
+            self._replicas.pin_adapters(pinned)
 
     def is_loaded(self, name: str) -> bool:
         """Return whether `find` knows at once what a name says. "": no adapter."""
-        return (
-            not name
-            or self._store is None
-            or name in self._store.entries
-            or not self._store.is_found(name)
-        )
+        entry = self._store.find(name) if self._store is not None and name else None
+        return entry is None or bool(entry.id)
 
     async def load(self, name: str) -> None:
         """Load an adapter of --lora-dir, if it is one and is not loaded. Raise InvalidRequest."""
@@ -59,6 +72,7 @@ class Adapters:
                 " NAME=PATH, --lora-dir or --enable-lora",
                 "adapter",
             )
+        self._send_pins(self._store)
         return self._store.require(name).ref
 
     def info(self) -> InfoValues:
@@ -77,6 +91,7 @@ class Adapters:
             if (used := used_ids()) is None:
                 continue
             try:
+                self._send_pins(store)
                 removed = await asyncio.to_thread(store.sweep, used, self._num_kept)
             except (OSError, ConfigError) as error:
                 logging.warning("adapters without requests are not removed: %s", error)

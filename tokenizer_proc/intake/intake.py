@@ -117,6 +117,7 @@ class RequestIntake:
             loop = asyncio.get_running_loop()
             loop.call_later(RETURN_TIMEOUT_S, self._stop_awaiting_clients)
             loop.call_later(PROOF_TIMEOUT_S, self.on_known, {})
+        self._adapters.start()
         self._sweep = asyncio.ensure_future(self._adapters.sweep(self._used_adapters))
 
     @property

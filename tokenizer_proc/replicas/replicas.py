@@ -35,6 +35,7 @@ from quadriga.wire.to_scheduler import (
     FrontendRestarted,
     InfoRequest,
     LinkRestored,
+    PinAdapters,
     ProgressRequest,
     Recall,
     Submit,
@@ -478,6 +479,7 @@ class Replicas:
         self._questions = Questions(lists_replicas)
         self._replaces = False  # an earlier frontend has died
         self._last_recall = self._sender
+        self._pins = PinAdapters([])
 
     # --- to the schedulers ------------------------------------------------------------------------
 
@@ -542,6 +544,11 @@ class Replicas:
                 self._replicas.broadcast(FrontendRestarted(self._sender, wants_names=True))
             case _:
                 self._replicas.broadcast(message)
+
+    def pin_adapters(self, adapters: list[AdapterRef]) -> None:
+        """Let these adapters, and no others, keep their places, also at schedulers to come."""
+        self._pins = PinAdapters(adapters)
+        self._replicas.broadcast(self._pins)
 
     def _ask(self, question: InfoRequest | ProgressRequest) -> None:
         if isinstance(question, InfoRequest) and self._lists_replicas:
@@ -701,9 +708,14 @@ class Replicas:
         return self._replaces and not replica.is_known
 
     def _announce(self, replica: ReplicaState) -> None:
-        """Make a replica say what it holds to a frontend that replaces another one."""
+        """Send a scheduler, new or restarted, what it has to know of this frontend.
+
+        One that may be older than this frontend is asked what it holds.
+        """
         if self._is_strange(replica):
             replica.outbox.send(FrontendRestarted(self._sender, wants_names=True))
+        if self._pins.adapters:
+            replica.outbox.send(self._pins)
 
     # --- joins and broken links -------------------------------------------------------------------
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from quadriga.errors import ModelError
 from quadriga.server.models.adapters.content import read_content
-from quadriga.server.models.adapters.store import AdapterStore, store_directory
+from quadriga.server.models.adapters.store import AdapterStore
 from quadriga.server.models.resolve import ModelFiles
 from quadriga.server.processes.child import Child
 from quadriga.wire.adapter import AdapterRef
@@ -30,7 +30,7 @@ def make_loader(child: Child, files: ModelFiles, runner: Runner, answers: bool) 
         runner: has the engine.
         answers: it is rank 0, which the scheduler waits for.
     """
-    store = AdapterStore(store_directory(child.server_dir, child.of_model), child.config.model)
+    store = AdapterStore.of_model(child.server_dir, child.of_model, child.config)
     results: list[Outbox] = []
 
     def read(adapter: AdapterRef) -> Adapter:
@@ -53,8 +53,9 @@ def make_loader(child: Child, files: ModelFiles, runner: Runner, answers: bool) 
 
 def check_modules(child: Child, files: ModelFiles, runner: Runner) -> None:
     """Raise ModelError if an adapter of --lora-modules does not fit the model."""
-    for name, path in child.config.model.adapter_paths.items():
-        _read(child, files, runner, AdapterRef("", name, path), Path(path).expanduser())
+    for module in child.config.model.adapter_modules:
+        adapter = AdapterRef("", module.name, module.path)
+        _read(child, files, runner, adapter, Path(module.path).expanduser())
 
 
 def _read(

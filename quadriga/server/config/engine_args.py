@@ -9,11 +9,61 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import msgspec
+
 from quadriga.errors import ConfigError, InvalidRequest
 from quadriga.server.config.flags import check_positive, flag
 from quadriga.server.config.kv_events import KVEventsConfig, parse_kv_events
 
 BUILTIN_MODEL = "smollm2-135m"
+
+
+class AdapterModule(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """An adapter of --lora-modules, with the fields of vLLM's.
+
+    Attributes:
+        base_model_name: of no effect: the model of the flag is the adapter's.
+        pinned: it is loaded at the start, and keeps its place in the worker.
+    """
+
+    name: str
+    path: str
+    base_model_name: str = ""
+    pinned: bool = False
+
+
+def parse_adapter_modules(text: str) -> tuple[AdapterModule, ...]:
+    """Return the adapters of --lora-modules: NAME=PATH or JSON objects, separated by commas.
+
+    Raises:
+        ConfigError: an item is neither, or two have one name.
+    """
+    modules: list[AdapterModule] = []
+    text = text.strip()
+    if text.startswith(("[", "{")):
+        try:
+            items = text if text.startswith("[") else f"[{text}]"
+            modules = msgspec.json.decode(items, type=list[AdapterModule])
+        except msgspec.MsgspecError as error:
+            raise ConfigError(
+                f"lora_modules is {text[:200]!r}: {error}; each adapter is an object such as"
+                ' {"name": "french", "path": "/adapters/french", "pinned": true}'
+            ) from None
+    else:
+        for item in filter(None, text.split(",")):
+            name, _, path = item.partition("=")
+            modules.append(AdapterModule(name, path))
+    seen: set[str] = set()
+    for module in modules:
+        if not (module.name and module.path):
+            raise ConfigError(
+                f"lora_modules has {module.name or module.path!r}: it must be NAME=PATH, such as"
+                " french=/adapters/french"
+            )
+        if module.name in seen:
+            raise ConfigError(f"lora_modules has {module.name!r} twice: give one another name")
+        seen.add(module.name)
+    return tuple(modules)
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +111,10 @@ class ModelArgs:
         False, "let clients load LoRA adapters from paths of this machine: see docs/adapters.md"
     )
     lora_modules: str = flag(
-        "", "LoRA adapters that are served by name, separated by commas", unit="NAME=PATH"
+        "",
+        "LoRA adapters that are served by name, separated by commas, or as JSON such as"
+        ' {"name": "french", "path": "/adapters/french", "pinned": true}',
+        unit="NAME=PATH",
     )
     lora_dir: str = flag(
         "", "directory of LoRA adapters: a folder's name is a model that requests load", unit="DIR"
@@ -77,27 +130,16 @@ class ModelArgs:
     def validate(self) -> None:
         """Raise ConfigError for the first flag that cannot work."""
         check_positive(self, "context_length", "max_lora_rank")
-        _ = self.adapter_paths
+        _ = self.adapter_modules
 
     @property
-    def adapter_paths(self) -> dict[str, str]:
-        """Paths of the adapters of --lora-modules by name.
+    def adapter_modules(self) -> tuple[AdapterModule, ...]:
+        """The adapters of --lora-modules.
 
         Raises:
-            ConfigError: an item is no NAME=PATH, or two have one name.
+            ConfigError: an item is no NAME=PATH and no JSON, or two have one name.
         """
-        paths: dict[str, str] = {}
-        for item in filter(None, self.lora_modules.split(",")):
-            name, _, path = item.partition("=")
-            if not (name and path):
-                raise ConfigError(
-                    f"lora_modules has {item!r}: it must be NAME=PATH, such as"
-                    " french=/adapters/french"
-                )
-            if name in paths:
-                raise ConfigError(f"lora_modules has {name!r} twice: give one another name")
-            paths[name] = path
-        return paths
+        return parse_adapter_modules(self.lora_modules)
 
     @property
     def serves_adapters(self) -> bool:

@@ -244,6 +244,7 @@ class ServerConfig:
                 f"{self.worker.offload_flags} keeps cached prefixes: leave --disable-radix-cache"
                 " out"
             )
+        self._check_pinned_adapters()
         if replicas.has_roles:
             self._check_roles()
         if self.scheduler.speculative_method == "self":
@@ -265,6 +266,16 @@ class ServerConfig:
             raise ConfigError(
                 "--journal is a directory of one machine, and with --cluster the requests of a lost"
                 " machine go on from what the frontend has: leave --journal and --resume out"
+            )
+
+    def _check_pinned_adapters(self) -> None:
+        """Raise ConfigError where no place is left for adapters that are not pinned."""
+        pinned = [module.name for module in self.model.adapter_modules if module.pinned]
+        if pinned and len(pinned) >= self.scheduler.max_loras:
+            raise ConfigError(
+                f"--lora-modules has {len(pinned)} pinned adapters, and --max-loras is"
+                f" {self.scheduler.max_loras}, with one place for those that are not: set it to"
+                f" {len(pinned) + 1} or more, or pin fewer"
             )
 
     def _check_roles(self) -> None:

@@ -10,6 +10,7 @@ from quadriga import __version__
 from quadriga.errors import InvalidRequest
 from quadriga.sampling.params import SamplingParams
 from quadriga.server.config.engine_args import IN_TURN
+from quadriga.wire.adapter import AdapterRef
 from quadriga.wire.client import Chunk, Chunks, Info, ProgressAnswer, RequestProgress, RequestState
 from quadriga.wire.live import RowKind
 from quadriga.wire.packing import pack_ids
@@ -31,6 +32,7 @@ from quadriga.wire.to_scheduler import (
     EndsDelivered,
     InfoRequest,
     LinkRestored,
+    PinAdapters,
     ProgressRequest,
     Recall,
     Submit,
@@ -565,3 +567,16 @@ def test_the_traces_of_a_replica_are_passed_on() -> None:
     )
     world.replicas.on_delivery(home, [b"c", b"text", encode(delivered)])
     assert [result.traces for result in world.delivered] == [[trace]]
+
+
+def test_each_scheduler_knows_which_adapters_are_pinned() -> None:
+    world = World()
+    pins = [AdapterRef("id", "a")]
+    world.replicas.pin_adapters(pins)
+    assert [outbox.take() for outbox in world.outboxes] == [[PinAdapters(pins)]] * 2
+    world.replicas.on_died(0, "scheduler_proc")
+    world.replicas.on_restarted(0, "scheduler_proc")
+    assert PinAdapters(pins) in world.outboxes[0].take()
+    world.replicas.on_lost(1)
+    world.replicas.join(1, cast("Outbox", world.outboxes[1]))
+    assert PinAdapters(pins) in world.outboxes[1].take()

@@ -7,7 +7,7 @@ from quadriga.server.config.engine_args import SchedulerArgs
 from quadriga.wire.adapter import AdapterRef
 from quadriga.wire.packing import pack_ids, unpack_ids
 from quadriga.wire.to_detok import StepOutput
-from quadriga.wire.to_scheduler import DropAdapters, Submit
+from quadriga.wire.to_scheduler import DropAdapters, PinAdapters, Submit
 from quadriga.wire.worker import (
     AdapterReady,
     EvictAdapter,
@@ -137,6 +137,76 @@ def test_an_adapter_without_a_place_stays_in_memory_until_others_need_the_room()
     assert info() == [["third"], ["third"], 4, 1]
     bench.scheduler.step([], [WorkerReady(64, 4, 16, "float32", "cpu", session=1)])
     assert info() == [[], [], 4, 1]
+
+
+def loads(bench: AdapterBench) -> list[LoadAdapter]:
+    """Take all that was sent to the worker, and return the loads."""
+    sent = [bench.worker.sent.popleft() for _ in range(len(bench.worker.sent))]
+    return [message for message in sent if isinstance(message, LoadAdapter)]
+
+
+def test_a_pinned_adapter_is_loaded_without_a_request_and_keeps_its_place() -> None:
+    bench = AdapterBench(max_loras=2, max_cpu_loras=2)
+    bench.scheduler.step([PinAdapters([ref("kept")])], [])
+    bench.ready(bench.load("kept"))
+    info = bench.scheduler.info()["adapters"]
+    assert (info["pinned"], info["loaded"], info["running"]) == (["kept"], ["kept"], [])
+    for name in ("first", "second", "third"):
+        bench.ask(name, name)
+        (load,) = loads(bench)
+        bench.ready(load)
+        bench.end(name)
+        info = bench.scheduler.info()["adapters"]
+        assert set(info["loaded"]) == set(info["in_memory"]) == {"kept", name}
+    bench.scheduler.step([PinAdapters([])], [])
+    bench.ask("fourth", "fourth")
+    loads(bench)
+    assert bench.scheduler.info()["adapters"]["loaded"] == ["third"]
+
+
+def test_a_pinned_adapter_gets_a_place_once_one_is_idle_and_again_from_a_new_worker() -> None:
+    bench = AdapterBench(max_loras=2)
+    bench.ask("a", "first")
+    bench.ask("b", "second")
+    for load in loads(bench):
+        bench.ready(load)
+    bench.scheduler.step([PinAdapters([ref("kept")])], [])
+    assert bench.scheduler.info()["adapters"]["loaded"] == ["first", "second"]
+    bench.end("a")
+    (load,) = loads(bench)
+    assert load.adapter.name == "kept"
+    bench.ready(load)
+    assert set(bench.scheduler.info()["adapters"]["loaded"]) == {"second", "kept"}
+    bench.scheduler.step([], [WorkerReady(64, 4, 16, "float32", "cpu", session=1)])
+    assert [load.adapter.name for load in loads(bench)] == ["kept", "second"]
+
+
+def test_a_pinned_adapter_that_cannot_be_loaded_is_tried_once() -> None:
+    bench = AdapterBench(max_loras=2)
+    bench.scheduler.step([PinAdapters([ref("broken")])], [])
+    bench.ready(bench.load("broken"), error="no good")
+    assert bench.sent() == EvictAdapter(ref("broken").id)
+    assert not bench.worker.sent and bench.scheduler.info()["adapters"]["pinned"] == []
+
+
+def test_a_place_that_was_closed_for_others_opens_once_its_adapter_is_pinned() -> None:
+    world = World(SchedulerArgs(max_loras=2, max_running_requests=2))
+    world.send(*(_popular(i) for i in range(2)))
+    world.send(*(submit(name, [9, 9], adapter=ref(name)) for name in ("other", "third")))
+    sent, queue = 2, world.scheduler.lifecycle.adapters
+    while not (closing := [p for p in queue._places.values() if p.is_closing]):
+        world.step()
+        world.send(_popular(sent), submit(f"o{sent}", [9, 8], adapter=ref("other")))
+        sent += 1
+        assert sent < 60
+    (place,) = closing
+    world.send(submit("late", [9, 7], adapter=place.adapter))
+    assert any(request.adapter == place.adapter for request in queue)
+    world.scheduler.lifecycle.pin_adapters([place.adapter])
+    assert not place.is_closing
+    assert not any(request.adapter == place.adapter for request in queue)
+    world.run()
+    assert len(world.detok.closed) == 2 + 2 + 2 * (sent - 2) + 1
 
 
 def test_an_adapter_without_a_name_leaves_with_its_last_request() -> None:

@@ -1,4 +1,4 @@
-"""The adapters of a model by their names, and copies of their files, in the directory of a run.
+"""The adapters of a model by their names, and copies of their files.
 
 The copies are named by the hash of their content: a request that has begun with one version of an
 adapter goes on with it, also after a crash, whatever becomes of the files that it was loaded from.
@@ -13,7 +13,6 @@ import tempfile
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import TypeVar
 
 import msgspec
 
@@ -21,6 +20,7 @@ from quadriga import clock, disk
 from quadriga.errors import ConfigError, InvalidRequest, ModelError
 from quadriga.keywords import similar
 from quadriga.server.config.engine_args import ModelArgs
+from quadriga.server.config.server_config import ServerConfig
 from quadriga.server.models.adapters.content import (
     PICKLE_NAME,
     SAFETENSORS_NAME,
@@ -37,26 +37,26 @@ MAX_NAME_CHARS = 200
 UNUSED_S = 30.0
 _NO_DIRECTORY = re.compile(r"[^\w.-]+", re.ASCII)
 
-T = TypeVar("T")
-
 
 class AdapterEntry(msgspec.Struct, frozen=True, kw_only=True):
     """An adapter that requests can name.
 
     Attributes:
-        id: hash of its content.
+        id: hash of its content; "": it is in --lora-dir, and no request has named it yet.
         path: where it was loaded from.
         loaded_at: Unix seconds.
         rank: the largest of its ranks.
         is_found: it was found in --lora-dir when a request has named it.
+        pinned: it keeps its place in the worker.
     """
 
     name: str
-    id: str
     path: str
-    loaded_at: float
+    id: str = ""
+    loaded_at: float = 0.0
     rank: int = 0
     is_found: bool = False
+    pinned: bool = False
 
     @property
     def ref(self) -> AdapterRef:
@@ -64,72 +64,75 @@ class AdapterEntry(msgspec.Struct, frozen=True, kw_only=True):
         return AdapterRef(self.id, self.name, self.path)
 
 
-def store_directory(server_dir: Path, model: str) -> Path:
-    """Return the directory of a model's adapters.
-
-    Args:
-        server_dir: directory of the server's run.
-        model: name of the model, where the server has several; "": it is the only one.
-    """
-    return server_dir / "adapters" / (_NO_DIRECTORY.sub("-", model) or "_")
-
-
 class AdapterStore:
     """The adapters of a model.
 
     Args:
-        directory: as store_directory says.
+        directory: of the list, which one run of a server has.
+        copies: directory of the copies, which may outlive the run.
         args: the flags of the model.
+        max_loras: places of the worker, of which one is for adapters that are not pinned.
     """
 
-    def __init__(self, directory: Path, args: ModelArgs) -> None:
+    def __init__(self, directory: Path, copies: Path, args: ModelArgs, max_loras: int) -> None:
         self._directory = directory
+        self._copies = copies
         self._args = args
+        self._max_pinned = max_loras - 1
         self._lora_dir = Path(args.lora_dir).expanduser().absolute() if args.lora_dir else None
         self._list = directory / LIST_NAME
         self._stamp: disk.FileStamp | None = None
         self._entries: dict[str, AdapterEntry] = {}
 
+    @classmethod
+    def of_model(cls, server_dir: Path, model: str, config: ServerConfig) -> "AdapterStore":
+        """Return the adapters of a model of a server.
+
+        With --journal DIR the copies are below it: a later run that resumes requests has them.
+
+        Args:
+            server_dir: directory of the server's run.
+            model: name of the model, where the server has several; "": it is the only one.
+            config: the flags of the model.
+        """
+        directory = server_dir / "adapters" / (_NO_DIRECTORY.sub("-", model) or "_")
+        journal = config.scheduler.journal
+        copies = Path(journal).absolute() / "adapters" if journal else directory
+        return cls(directory, copies, config.model, config.scheduler.max_loras)
+
     # --- names ------------------------------------------------------------------------------------
 
     @property
     def entries(self) -> dict[str, AdapterEntry]:
-        """The loaded adapters by name."""
+        """The loaded adapters by name. It is another object once the list has changed."""
         with suppress(FileNotFoundError):
             if (stamp := disk.file_stamp(self._list)) != self._stamp:
                 self._entries = _read_list(self._list)
                 self._stamp = stamp
         return self._entries
 
-    def has(self, name: str) -> bool:
-        """Return whether requests can name the adapter: it is loaded, or is in --lora-dir."""
-        return self._args.serves_adapters and (name in self.entries or self.is_found(name))
+    def find(self, name: str) -> AdapterEntry | None:
+        """Return the adapter that a request names: one that is loaded, or is in --lora-dir."""
+        if not self._args.serves_adapters:
+            return None
+        if (entry := self.entries.get(name)) is not None:
+            return entry
+        is_plain = 0 < len(name) <= MAX_NAME_CHARS and name.isprintable()
+        if self._lora_dir is None or not is_plain or "/" in name or name.startswith("."):
+            return None
+        path = self._lora_dir / name
+        has_files = any(file.is_file() for file in _files_of(path))
+        return AdapterEntry(name=name, path=str(path), is_found=True) if has_files else None
 
-    def is_found(self, name: str) -> bool:
-        """Return whether --lora-dir has an adapter of this name."""
-        path = self._found(name)
-        return path is not None and any(file.is_file() for file in _files_of(path))
-
-    @property
-    def names(self) -> list[str]:
-        """The names of all adapters, those that are loaded first."""
-        found: list[str] = []
+    def all(self) -> list[AdapterEntry]:
+        """Return all adapters that requests can name, those that are loaded first."""
+        names: list[str] = []
         if self._lora_dir is not None:
             with suppress(OSError):
-                found = sorted(path.name for path in self._lora_dir.iterdir())
+                names = sorted(path.name for path in self._lora_dir.iterdir())
         loaded = self.entries
-        return [*loaded, *(name for name in found if name not in loaded and self.is_found(name))]
-
-    def origin(self, name: str, started_at: int) -> tuple[int, str]:
-        """Return when an adapter was loaded, in Unix seconds, and its path.
-
-        Args:
-            name: of an adapter that requests can name.
-            started_at: the time of one that is not loaded.
-        """
-        if (entry := self.entries.get(name)) is not None:
-            return int(entry.loaded_at), entry.path
-        return started_at, str(self._found(name))
+        found = (self.find(name) for name in names if name not in loaded)
+        return [*loaded.values(), *(entry for entry in found if entry is not None)]
 
     def require(self, name: str) -> AdapterEntry:
         """Return a loaded adapter.
@@ -137,25 +140,22 @@ class AdapterStore:
         Raises:
             InvalidRequest: no adapter has the name.
         """
-        if (entry := self.entries.get(name)) is None:
-            shown = name[:MAX_NAME_CHARS]
-            raise InvalidRequest(f"there is no adapter {shown!r}: {self.advice(name)}", "adapter")
-        return entry
-
-    def advice(self, name: str) -> str:
-        """Return which names there are, those like `name` first."""
+        if (entry := self.entries.get(name)) is not None:
+            return entry
+        shown, names = name[:MAX_NAME_CHARS], [entry.name for entry in self.all()]
+        near = similar(shown, names) or names[:5]
+        advice = f"use {' or '.join(map(repr, near))}" if near else "none is loaded"
         if not self._args.serves_adapters:
-            return "start the server with --lora-modules NAME=PATH, --lora-dir or --enable-lora"
-        names = self.names
-        near = similar(name[:MAX_NAME_CHARS], names) or names[:5]
-        return f"use {' or '.join(map(repr, near))}" if near else "none is loaded"
+            advice = "start the server with --lora-modules NAME=PATH, --lora-dir or --enable-lora"
+        raise InvalidRequest(f"there is no adapter {shown!r}: {advice}", "adapter")
 
     def info(self) -> InfoValues:
         """Return what the server info says of the adapters, as docs/protocol.md lists it."""
         return {
-            "adapter_names": self.names,
+            "adapter_names": [entry.name for entry in self.all()],
             "adapter_ids": {name: entry.id for name, entry in self.entries.items()},
             "adapter_directory": str(self._directory),
+            "adapter_copies": str(self._copies),
             "max_lora_rank": self._args.max_lora_rank,
         }
 
@@ -170,24 +170,16 @@ class AdapterStore:
         if self._list.exists():
             return  # what was unloaded since stays so
         entries = []
-        for name, path in self._args.adapter_paths.items():
+        for module in self._args.adapter_modules:
             try:
-                entries.append(self._entry(name, path))
+                entry = self._entry(module.name, module.path)
             except InvalidRequest as error:
-                raise ConfigError(f"--lora-modules {name}={path}: {error}") from None
+                raise ConfigError(f"--lora-modules {module.name}={module.path}: {error}") from None
+            entries.append(msgspec.structs.replace(entry, pinned=module.pinned))
         self._change(lambda known: known.update({entry.name: entry for entry in entries}))
 
-    def load_found(self, name: str) -> AdapterEntry:
-        """Load an adapter of --lora-dir, unless it is loaded. Raise InvalidRequest."""
-        if (entry := self.entries.get(name)) is not None:
-            return entry
-        directory = self._found(name)
-        if directory is None:
-            return self.require(name)
-        return self.load(name, str(directory), is_found=True)
-
     def load(
-        self, name: str, path: str, replace: bool = False, is_found: bool = False
+        self, name: str, path: str, replace: bool = False, pinned: bool | None = None
     ) -> AdapterEntry:
         """Copy an adapter's files, and let requests name it.
 
@@ -197,23 +189,42 @@ class AdapterStore:
             name: not that of a model.
             path: of a PEFT directory or a GGUF file.
             replace: an adapter of this name is replaced: requests that have begun keep theirs.
-            is_found: it is one of --lora-dir.
+            pinned: it keeps its place in the worker; None: as the adapter of this name does.
 
         Raises:
-            InvalidRequest: the name is taken, or the files are no adapter of the model.
+            InvalidRequest: the name is taken, the files are no adapter of the model, or too many
+                are pinned.
         """
         known = self.entries.get(name)
-        if known is not None and not replace:
-            if is_found or known.id == _identity(path):
-                return known
+        if known is None or replace:
+            return self._put(self._entry(name, path), pinned)
+        if known.id != _identity(path):
             raise InvalidRequest(
                 f"adapter {name!r} is loaded from {known.path}: unload it first, or send"
                 " load_inplace true",
                 "lora_name",
             )
-        entry = self._entry(name, path, is_found)
-        self._change(lambda entries: entries.__setitem__(name, entry))
+        return known if pinned in (None, known.pinned) else self._put(known, pinned)
+
+    def load_found(self, name: str) -> AdapterEntry:
+        """Load an adapter of --lora-dir, unless it is loaded. Raise InvalidRequest."""
+        found = self.find(name)
+        if found is None or found.id:
+            return self.require(name)
+        return self._put(self._entry(name, found.path, is_found=True), None)
+
+    def unload(self, name: str) -> AdapterEntry:
+        """Take a name back. Requests that have begun go on. Raise InvalidRequest."""
+        entry = self.require(name)
+        self._change(lambda entries: entries.pop(name, None))
         return entry
+
+    def put_back(self, name: str, entry: AdapterEntry | None) -> None:
+        """Let a name be that of an earlier adapter again; None: of none."""
+        if entry is None:
+            self._change(lambda entries: entries.pop(name, None))
+        else:
+            self._put(entry, entry.pinned)
 
     def _entry(self, name: str, path: str, is_found: bool = False) -> AdapterEntry:
         """Copy an adapter's files, and return what the list has of it. Raise InvalidRequest."""
@@ -229,22 +240,35 @@ class AdapterStore:
             is_found=is_found,
         )  # fmt: skip
 
-    def unload(self, name: str) -> AdapterEntry:
-        """Take a name back. Requests that have begun go on. Raise InvalidRequest."""
-        entry = self.require(name)
-        self._change(lambda entries: entries.pop(name, None))
-        return entry
+    def _put(self, entry: AdapterEntry, pinned: bool | None) -> AdapterEntry:
+        """Let a name be that of an adapter. Return the entry that the list has.
 
-    def put_back(self, name: str, entry: AdapterEntry | None) -> None:
-        """Let a name be that of an earlier adapter again; None: of none."""
+        Args:
+            entry: the adapter.
+            pinned: as in `load`.
+
+        Raises:
+            InvalidRequest: too many others are pinned.
+        """
+        put: list[AdapterEntry] = []
 
         def change(entries: dict[str, AdapterEntry]) -> None:
-            if entry is None:
-                entries.pop(name, None)
-            else:
-                entries[name] = entry
+            before = entries.get(entry.name)
+            is_pinned = pinned if pinned is not None else before is not None and before.pinned
+            others = [e.name for e in entries.values() if e.pinned and e.name != entry.name]
+            if is_pinned and len(others) >= self._max_pinned:
+                raise InvalidRequest(
+                    f"adapter {entry.name!r} cannot be pinned, as {len(others)} are and at most"
+                    f" {self._max_pinned} can be: --max-loras is {self._max_pinned + 1}, and one"
+                    " place is for those that are not; unload or unpin one of"
+                    f" {others[:5]}, or start with a larger --max-loras",
+                    "pinned",
+                )
+            entries[entry.name] = msgspec.structs.replace(entry, pinned=is_pinned)
+            put.append(entries[entry.name])
 
         self._change(change)
+        return put[0]
 
     def sweep(self, used: Collection[str], num_kept: int) -> list[str]:
         """Remove the copies that nothing needs, and return their ids.
@@ -253,7 +277,7 @@ class AdapterStore:
             used: ids of the adapters of open requests.
             num_kept: adapters of --lora-dir that stay loaded, those that were loaded last.
         """
-        found = [entry for entry in self.entries.values() if entry.is_found]
+        found = [e for e in self.entries.values() if e.is_found and not e.pinned]
         found = [entry for entry in found if entry.id not in used]
         surplus = sorted(found, key=lambda entry: entry.loaded_at)[: max(0, len(found) - num_kept)]
         if surplus:
@@ -261,7 +285,7 @@ class AdapterStore:
             self._change(lambda entries: [entries.pop(name, None) for name in names])
         named = {entry.id for entry in self.entries.values()}
         removed = []
-        for path in self._directory.iterdir() if self._directory.is_dir() else ():
+        for path in self._copies.iterdir() if self._copies.is_dir() else ():
             if path.name in named or path.name in used or not path.is_dir():
                 continue
             with suppress(OSError):
@@ -275,27 +299,21 @@ class AdapterStore:
 
         The latter may have another content by now, or be missing.
         """
-        copy = self._directory / adapter.id
+        copy = self._copies / adapter.id
         return _content(copy) if copy.is_dir() else Path(adapter.path)
 
     # --- files ------------------------------------------------------------------------------------
 
-    def _found(self, name: str) -> Path | None:
-        """Return the path in --lora-dir that a name says."""
-        is_plain = 0 < len(name) <= MAX_NAME_CHARS and name.isprintable()
-        is_plain = is_plain and "/" not in name and not name.startswith(".")
-        return self._lora_dir / name if self._lora_dir is not None and is_plain else None
-
     def _copy(self, source: Path) -> Path:
         """Return the copy of an adapter's files, whose name is its id."""
         try:
-            disk.make_directory(self._directory)
-            scratch = Path(tempfile.mkdtemp(prefix=".", dir=self._directory))
+            disk.make_directory(self._copies)
+            scratch = Path(tempfile.mkdtemp(prefix=".", dir=self._copies))
             try:
                 for path in _files_of(source):
                     if path.is_file():
                         shutil.copyfile(path, scratch / path.name)
-                copy = self._directory / adapter_id(_content(scratch))
+                copy = self._copies / adapter_id(_content(scratch))
                 with suppress(OSError):  # another load has made it
                     os.rename(scratch, copy)
                 os.utime(copy)
@@ -303,7 +321,7 @@ class AdapterStore:
                 shutil.rmtree(scratch, ignore_errors=True)
         except OSError as error:
             raise InvalidRequest(
-                f"the files of {source} cannot be copied to {self._directory}: {error.strerror}",
+                f"the files of {source} cannot be copied to {self._copies}: {error.strerror}",
                 "lora_path",
             ) from None
         return copy

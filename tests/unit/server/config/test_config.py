@@ -145,6 +145,10 @@ def test_an_endpoint_that_is_no_address_is_an_error_with_an_example(endpoint: st
             r"--max-cpu-loras 4 is fewer than the 8 adapters of a step .*: set it to 8 or more",
         ),
         ("--max-cpu-loras 4", "fewer than the 16 adapters"),
+        (
+            '--max-loras 1 --lora-modules {"name":"a","path":"/a","pinned":true}',
+            "1 pinned adapters, and --max-loras is 1, .* set it to 2 or more, or pin fewer",
+        ),
     ],
 )
 def test_flags_that_cannot_work_or_contradict_each_other_are_an_error_at_start(

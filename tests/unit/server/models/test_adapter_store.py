@@ -12,7 +12,8 @@ from safetensors.numpy import save_file
 
 from quadriga.errors import ConfigError, InvalidRequest
 from quadriga.server.config.engine_args import ModelArgs
-from quadriga.server.models.adapters.store import AdapterStore
+from quadriga.server.models.adapters.content import adapter_id
+from quadriga.server.models.adapters.store import AdapterEntry, AdapterStore
 from quadriga.wire.adapter import AdapterRef
 
 PLACE = "base_model.model.model.layers.0.self_attn.q_proj"
@@ -31,24 +32,25 @@ def write_adapter(path: Path, seed: int = 0, rank: int = 2) -> Path:
     return path
 
 
-def store_of(tmp_path: Path, **flags: Any) -> AdapterStore:
-    return AdapterStore(tmp_path / "run", ModelArgs(**{"enable_lora": True, **flags}))
+def store_of(tmp_path: Path, max_loras: int = 3, run: str = "run", **flags: Any) -> AdapterStore:
+    args = ModelArgs(**{"enable_lora": True, **flags})
+    return AdapterStore(tmp_path / run, tmp_path / "copies", args, max_loras)
 
 
 def copies(tmp_path: Path) -> set[str]:
-    return {path.name for path in (tmp_path / "run").iterdir() if path.is_dir()}
+    return {path.name for path in (tmp_path / "copies").iterdir()}
 
 
 def make_old(tmp_path: Path) -> None:
     for name in copies(tmp_path):
-        os.utime(tmp_path / "run" / name, (1.0, 1.0))
+        os.utime(tmp_path / "copies" / name, (1.0, 1.0))
 
 
 def test_what_one_process_loads_another_one_finds(tmp_path: Path) -> None:
     first, second = store_of(tmp_path), store_of(tmp_path)
-    assert not second.has("a")
+    assert second.find("a") is None
     entry = first.load("a", str(write_adapter(tmp_path / "a")))
-    assert second.has("a") and second.require("a") == entry
+    assert second.find("a") == second.require("a") == entry
     assert entry.rank == 2
     second.unload("a")
     with pytest.raises(InvalidRequest, match="there is no adapter 'a'"):
@@ -93,8 +95,10 @@ def test_adapters_of_the_directory_are_loaded_by_name_and_bounded_in_number(tmp_
     for seed in range(4):
         write_adapter(tmp_path / "all" / f"a{seed}", seed)
     store = store_of(tmp_path, enable_lora=False, lora_dir=str(tmp_path / "all"))
-    assert store.has("a1") and not store.entries
-    assert store.names == ["a0", "a1", "a2", "a3"]
+    assert store.find("a1") == AdapterEntry(
+        name="a1", path=str(tmp_path / "all" / "a1"), is_found=True
+    )
+    assert [entry.name for entry in store.all()] == ["a0", "a1", "a2", "a3"] and not store.entries
     entries = [store.load_found(f"a{seed}") for seed in range(4)]
     assert [store.load_found(f"a{seed}") for seed in range(4)] == entries
     make_old(tmp_path)
@@ -102,7 +106,7 @@ def test_adapters_of_the_directory_are_loaded_by_name_and_bounded_in_number(tmp_
     assert set(removed) == {entries[1].id, entries[2].id}
     assert set(store.entries) == {"a0", "a3"}
     for name in ("../a0", "/a0", ".", "", "x" * 300):
-        assert not store.has(name)
+        assert store.find(name) is None
 
 
 def test_the_adapters_of_a_flag_are_loaded_once_a_run(tmp_path: Path) -> None:
@@ -120,8 +124,8 @@ def test_a_flag_that_names_no_adapter_is_refused(tmp_path: Path) -> None:
     store = store_of(tmp_path, lora_modules=f"a={tmp_path / 'none'}")
     with pytest.raises(ConfigError, match="lora-modules a="):
         store.load_modules()
-    for value in ("a", "=x", "a=", f"a={tmp_path},a={tmp_path}"):
-        with pytest.raises(ConfigError, match="lora_modules has"):
+    for value in ("a", "=x", "a=", f"a={tmp_path},a={tmp_path}", '{"name": "a"}', "[1", "[1]"):
+        with pytest.raises(ConfigError, match=r"lora_modules (has|is)"):
             ModelArgs(lora_modules=value).validate()
 
 
@@ -143,3 +147,61 @@ def test_a_full_disk_is_an_error_that_says_so(
     with pytest.raises(InvalidRequest, match="No space left on device"):
         store.load("a", str(write_adapter(tmp_path / "a")))
     assert not copies(tmp_path)
+
+
+def test_adapters_of_a_flag_in_json_may_be_pinned(tmp_path: Path) -> None:
+    path = str(write_adapter(tmp_path / "a"))
+    items = [
+        json.dumps({"name": "a", "path": path, "pinned": True}),
+        json.dumps({"name": "b", "path": path, "base_model_name": "m"}),
+    ]
+    for number, value in enumerate((",".join(items), f"[{', '.join(items)}]")):
+        store = store_of(tmp_path, run=f"run-{number}", enable_lora=False, lora_modules=value)
+        store.load_modules()
+        assert [(e.name, e.pinned) for e in store.all()] == [("a", True), ("b", False)]
+    with pytest.raises(ConfigError, match="unknown field `pin`"):
+        _ = ModelArgs(lora_modules='{"name": "a", "path": "/a", "pin": true}').adapter_modules
+
+
+def test_one_place_stays_for_adapters_that_are_not_pinned(tmp_path: Path) -> None:
+    first, second = store_of(tmp_path), store_of(tmp_path)
+    paths = {name: str(write_adapter(tmp_path / name, n)) for n, name in enumerate("abc")}
+    assert first.load("a", paths["a"], pinned=True).pinned
+    assert not second.load("b", paths["b"]).pinned
+    assert second.load("b", paths["b"], pinned=True).pinned  # it is loaded already
+    with pytest.raises(InvalidRequest) as refused:
+        first.load("c", paths["c"], pinned=True)
+    assert str(refused.value) == (
+        "adapter 'c' cannot be pinned, as 2 are and at most 2 can be: --max-loras is 3, and one"
+        " place is for those that are not; unload or unpin one of ['a', 'b'], or start with a"
+        " larger --max-loras"
+    )
+    assert refused.value.field == "pinned" and set(first.entries) == {"a", "b"}
+    assert second.load("b", paths["b"]).pinned  # nothing was said of that
+    assert not second.load("b", paths["b"], pinned=False).pinned
+    assert first.load("c", paths["c"], pinned=True).pinned
+    assert first.load("a", paths["b"], replace=True).pinned
+    first.unload("a")
+    assert not first.load("a", paths["a"]).pinned
+
+
+def test_a_pinned_adapter_of_the_directory_stays_loaded(tmp_path: Path) -> None:
+    for seed, name in enumerate("abc"):
+        write_adapter(tmp_path / "all" / name, seed)
+    store = store_of(tmp_path, lora_dir=str(tmp_path / "all"))
+    loaded = [store.load_found(name) for name in "abc"]
+    assert store.load("a", loaded[0].path, pinned=True).is_found
+    make_old(tmp_path)
+    store.sweep(set(), 1)
+    assert set(store.entries) == {"a", "c"}
+
+
+def test_copies_outlive_a_run_and_its_list_does_not(tmp_path: Path) -> None:
+    source = write_adapter(tmp_path / "a")
+    earlier, later = store_of(tmp_path, run="earlier"), store_of(tmp_path, run="later")
+    entry = earlier.load("a", str(source))
+    write_adapter(source, seed=1)
+    assert later.find("a") is None
+    kept = later.files(entry.ref)
+    assert kept.parent == tmp_path / "copies" and adapter_id(kept) == entry.id
+    assert later.load("a", str(source)).id != entry.id
