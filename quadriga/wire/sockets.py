@@ -10,6 +10,7 @@ import os
 import socket as plain_socket
 import stat
 from collections.abc import Callable, Iterator
+from functools import cache
 from typing import Any, Generic, NoReturn, Protocol, TypeAlias, TypeVar
 
 import msgspec
@@ -293,6 +294,16 @@ MAX_ANSWERS, MAX_QUESTIONS = 1024, 64  # messages in the socket of each
 QUESTIONS_RECONNECT_MS = 1000  # at most, to a peer that is gone
 
 
+@cache
+def _bulk_context() -> "zmq.Context[zmq.Socket[bytes]]":
+    """Return the context of links with many bytes.
+
+    It has a thread of its own, so that what is encrypted there delays no message of a step, and its
+    sockets may be in use while `close_all` closes the others.
+    """
+    return zmq.Context()
+
+
 def bind_answers(address: str, prepare: Prepare, max_message_bytes: int) -> "zmq.Socket[bytes]":
     """Bind a ROUTER that answers questions. What it sends to a peer that has gone is dropped.
 
@@ -301,7 +312,8 @@ def bind_answers(address: str, prepare: Prepare, max_message_bytes: int) -> "zmq
         prepare: called with the socket before it is bound.
         max_message_bytes: of a question; a connection with a longer one is closed.
     """
-    socket = _socket(zmq.ROUTER)
+    socket = _bulk_context().socket(zmq.ROUTER)
+    socket.linger = LINGER_MS
     prepare(socket)
     socket.sndhwm = MAX_ANSWERS
     socket.rcvhwm = MAX_QUESTIONS
@@ -320,7 +332,8 @@ def connect_questions(
         prepare: called with the socket before it connects.
         max_message_bytes: of an answer.
     """
-    socket = _socket(zmq.DEALER)
+    socket = _bulk_context().socket(zmq.DEALER)
+    socket.linger = LINGER_MS
     prepare(socket)
     socket.immediate = True
     socket.sndhwm = MAX_QUESTIONS

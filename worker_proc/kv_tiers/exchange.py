@@ -155,7 +155,7 @@ class PageExchange:
             ConfigError: there is no room for the longest prompt.
         """
         namespace, page_bytes = kind.namespace, kind.page_bytes
-        remove_left_behind()
+        remove_left_behind(Path(self.directory))
         Path(self.directory).mkdir(mode=0o700, parents=True, exist_ok=True)
         directory = directory_of(Path(self.directory), replica.number)
         max_pages = runner.table.num_pages

@@ -45,10 +45,17 @@ def remove_run_dir(run_dir: Path) -> None:
     shutil.rmtree(run_dir, ignore_errors=True)
 
 
-def remove_left_behind() -> None:
-    """Remove what servers of this user have left in shared memory that were killed at once."""
+def remove_left_behind(own: Path) -> None:
+    """Remove what servers of this user have left in shared memory that were killed at once.
+
+    Args:
+        own: what is not removed: a directory of this run, which an earlier process of it may have
+            left.
+    """
     with suppress(OSError):
         for entry in os.scandir(SHARED_MEMORY):
+            if own.is_relative_to(entry.path):
+                continue
             if entry.name.startswith(RUN_PREFIX) and entry.is_dir(follow_symlinks=False):
                 stat = entry.stat(follow_symlinks=False)
                 is_own, is_old = stat.st_uid == os.geteuid(), now() - stat.st_mtime > MIN_AGE_S
