@@ -38,44 +38,46 @@ RESTART_TIMEOUT_S = 60.0
 
 
 class Machines:
-    """A machine for each role, beside those of the cluster."""
+    """A cluster with a machine for each role, and one without replicas.
 
-    def __init__(self, cluster: Any) -> None:
-        self._cluster = cluster
-        self.nodes = [self._add(resource) for resource in RESOURCES]
+    Attributes:
+        cluster: the cluster.
+    """
+
+    def __init__(self) -> None:
+        from ray.cluster_utils import Cluster
+
+        head = {**MACHINE, "num_cpus": 0, "include_dashboard": False}
+        self.cluster = Cluster(initialize_head=True, head_node_args=head)
+        self._nodes = [self._add(resource) for resource in RESOURCES]
 
     def _add(self, resource: str) -> Any:
-        return self._cluster.add_node(**MACHINE, resources={resource: 1})
+        return self.cluster.add_node(**MACHINE, resources={resource: 1})
 
     def remove(self, replica: int) -> None:
-        self._cluster.remove_node(self.nodes[replica], allow_graceful=False)
+        """Let the machine of a replica go as if its power were cut."""
+        self.cluster.remove_node(self._nodes[replica], allow_graceful=False)
 
     def replace(self, replica: int) -> None:
-        self.nodes[replica] = self._add(RESOURCES[replica])
-
-    def close(self) -> None:
-        for node in self.nodes:
-            self._cluster.remove_node(node, allow_graceful=False)
+        """Add a machine in place of one that was removed."""
+        self._nodes[replica] = self._add(RESOURCES[replica])
 
 
 @pytest.fixture(scope="module")
-def machines(ray_cluster: Any) -> Iterator[Machines]:
-    machines = Machines(ray_cluster)
+def machines() -> Iterator[Machines]:
+    pytest.importorskip("ray", reason="ray is not installed: pip install -e '.[ray]'")
+    machines = Machines()
     yield machines
-    machines.close()
+    machines.cluster.shutdown()
 
 
 @pytest.fixture(scope="module")
 def server(
-    ray_cluster: Any,
-    machines: Machines,
-    llama_dir: Path,
-    key_dir: Path,
-    tmp_path_factory: pytest.TempPathFactory,
+    machines: Machines, llama_dir: Path, key_dir: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[ClusterServer]:
     log = tmp_path_factory.mktemp("roles") / "log"
     environment = fault_environment("apart:tokenizer")
-    with cluster_server(ray_cluster, llama_dir, key_dir, log, ROLES, environment) as server:
+    with cluster_server(machines.cluster, llama_dir, key_dir, log, ROLES, environment) as server:
         yield server
 
 
