@@ -142,7 +142,7 @@ def test_a_message_says_what_is_wanted() -> None:
     assert str(Bundle(1, 1, resource="h100")) == "a machine with 1 CPU, 1 GPU, h100 free"
 
 
-def place(machines: dict[str, dict[str, float]], roles: str, **resources: str) -> list[str | None]:
+def place(machines: dict[str, dict[str, float]], roles: str, **resources: str) -> list[str]:
     """Return the machine of each replica, placed in turn. roles: `p` or `d` for each."""
     placed: list[PlacedReplica] = []
     for role in roles:

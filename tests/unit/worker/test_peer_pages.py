@@ -332,7 +332,7 @@ def test_malformed_questions_are_dropped(tmp_path: Path) -> None:
     world = World(tmp_path)
     world.key_dir, world.tier = "", world.new_tier("")
     source = world.add(range(3))
-    socket = zmq.Context.instance().socket(zmq.DEALER)
+    socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.DEALER)
     socket.connect(source.proxy.address)
     for frames in ([b""], [b"x", b"y"], [b"\xc1"], [msgspec.msgpack.encode(["send", 1])]):
         socket.send_multipart(frames)
