@@ -122,10 +122,10 @@ def open_tiers(
             pages.page_bytes,
             facts_of(args, files, runner, pages.page_bytes),
         )
-        peers = exchange.peers(args, kind, page_copies())
+        peers = exchange.peers(args, kind, page_copies(may_compile=True))
     if exchange is not None and exchange.has_memory(args):
         memory = exchange.open_memory(
-            args, files, runner, replica, kind, page_copies(), num_spare_of(pages)
+            args, files, runner, replica, kind, page_copies(may_compile=True), num_spare_of(pages)
         )  # fmt: skip
         pages.take_from(memory)
         exchange.serve(replica, kind, _die)

@@ -5,15 +5,17 @@ CPU; `NumpyCopies` give the same bytes anywhere.
 """
 
 import ctypes
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from worker_proc.cpu.build import kernels_at_hand
+from quadriga.server.processes.machine import NoCompiler
+from worker_proc.cpu.build import kernels_at_hand, load_kernels
 
 Bytes = NDArray[np.uint8]
 
@@ -66,14 +68,32 @@ class PagePlace:
         return self.pieces.of(self.page)
 
 
+class Gathered(NamedTuple):
+    """A page that was copied from its pieces.
+
+    Attributes:
+        largest_word: as in `PageCopies.largest_word`; 0 where it was not asked for.
+        checksum: of the page.
+    """
+
+    largest_word: int
+    checksum: bytes
+
+
 class PageCopies(Protocol):
     """What is done with a page in one go."""
 
-    def gather(self, source: PagePlace, target: Bytes) -> None:
-        """Copy a page to one piece of memory."""
+    def gather(self, source: PagePlace, target: Bytes, word_bytes: int) -> Gathered:
+        """Copy a page to one piece of memory.
+
+        Args:
+            source: where it is.
+            target: `[bytes]`.
+            word_bytes: of the words of which the largest is returned; 0: it is not needed.
+        """
 
     def scatter(self, source: Bytes, target: PagePlace) -> bytes:
-        """Copy a page from one piece of memory, and return the checksum of what has arrived."""
+        """Copy a page from one piece of memory, and return its checksum."""
 
     def checksum(self, page: Bytes) -> bytes:
         """Return the checksum of a page in one piece of memory."""
@@ -85,12 +105,14 @@ class PageCopies(Protocol):
 class NumpyCopies:
     """The copies in numpy."""
 
-    def gather(self, source: PagePlace, target: Bytes) -> None:
+    def gather(self, source: PagePlace, target: Bytes, word_bytes: int) -> Gathered:
         """Copy a page to one piece of memory."""
         np.concatenate(source.buffers, out=target)
+        largest = self.largest_word(source, word_bytes) if word_bytes else 0
+        return Gathered(largest, self.checksum(target))
 
     def scatter(self, source: Bytes, target: PagePlace) -> bytes:
-        """Copy a page from one piece of memory, and return the checksum of what has arrived."""
+        """Copy a page from one piece of memory, and return its checksum."""
         begin = 0
         for piece in target.buffers:
             np.copyto(piece, source[begin : begin + len(piece)])
@@ -125,7 +147,9 @@ class NativeCopies:
             found.argtypes, found.restype = arguments, returns
             return found
 
-        self._gather = function("quadriga_gather_page", *pieces, pointer)
+        self._gather = function(
+            "quadriga_gather_page", *pieces, pointer, number, pointer, returns=ctypes.c_uint32
+        )
         self._scatter = function("quadriga_scatter_page", *pieces, pointer, pointer)
         self._sum = function("quadriga_sum_page", pointer, number, pointer)
         self._largest = function(
@@ -134,12 +158,16 @@ class NativeCopies:
         self._sums = np.zeros(NUM_SUMS, dtype=np.uint64)
         self._sums_address = self._sums.ctypes.data
 
-    def gather(self, source: PagePlace, target: Bytes) -> None:
+    def gather(self, source: PagePlace, target: Bytes, word_bytes: int) -> Gathered:
         """Copy a page to one piece of memory."""
-        self._gather(*source.pieces.arguments, source.page, target.ctypes.data)
+        largest = self._gather(
+            *source.pieces.arguments, source.page, target.ctypes.data, word_bytes,
+            self._sums_address,
+        )  # fmt: skip
+        return Gathered(largest, self._sums.tobytes())
 
     def scatter(self, source: Bytes, target: PagePlace) -> bytes:
-        """Copy a page from one piece of memory, and return the checksum of what has arrived."""
+        """Copy a page from one piece of memory, and return its checksum."""
         self._scatter(*target.pieces.arguments, target.page, source.ctypes.data, self._sums_address)
         return self._sums.tobytes()
 
@@ -154,7 +182,17 @@ class NativeCopies:
         return found
 
 
-def page_copies() -> PageCopies:
-    """Return the compiled copies, or those in numpy where nothing is compiled."""
-    library = kernels_at_hand()
-    return NumpyCopies() if library is None else NativeCopies(library)
+def page_copies(may_compile: bool = False) -> PageCopies:
+    """Return the compiled copies, or those in numpy where there are none.
+
+    Args:
+        may_compile: compile the kernels if that was not done yet.
+    """
+    if not may_compile:
+        library = kernels_at_hand()
+        return NumpyCopies() if library is None else NativeCopies(library)
+    try:
+        return NativeCopies(load_kernels())
+    except NoCompiler as error:
+        logging.warning("KV pages move slowly, as there are no compiled kernels: %s", error)
+        return NumpyCopies()

@@ -257,21 +257,24 @@ class PageMover:
         with self._changed:
             self._leaving = {}
         lost: list[bytes] = []
-        for name, buffer, is_finite in zip(names.values(), buffers, finite, strict=True):
+        checksums = copy.checksums or [None] * len(pages)
+        for name, buffer, is_finite, checksum in zip(
+            names.values(), buffers, finite, checksums, strict=True
+        ):
             if is_finite:
-                lost += self._keep(name, buffer)
+                lost += self._keep(name, buffer, checksum)
             else:
                 self._pages.give_back([buffer])
         with self._changed:
             self._unreported.update((each, None) for each in lost if not self._has(each))
             self._unreported.update((name, None) for name in names.values())
 
-    def _keep(self, name: bytes, buffer: Bytes) -> list[bytes]:
+    def _keep(self, name: bytes, buffer: Bytes, checksum: bytes | None) -> list[bytes]:
         """Give a page to the tiers. Return the names of those that made room for it."""
         lost = [] if self._files is None else self._files.write(name, buffer)
         freed = [buffer]
         if self._memory is not None:
-            removed, freed = self._memory.keep(name, buffer)
+            removed, freed = self._memory.keep(name, buffer, checksum)
             lost += removed
         self._pages.give_back(freed)
         return lost

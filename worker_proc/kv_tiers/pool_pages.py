@@ -20,7 +20,13 @@ from worker_proc.models.transfer import send
 
 
 class PageCopy(ABC):
-    """A copy of a batch of pages that was begun."""
+    """A copy of a batch of pages that was begun.
+
+    Attributes:
+        checksums: of each page, where they were made in the same go, as `PageCopies` has them.
+    """
+
+    checksums: Sequence[bytes] | None = None
 
     @abstractmethod
     def wait(self) -> list[bool]:
@@ -159,6 +165,7 @@ class _EndedCopy(PageCopy):
     """A copy that had ended when it was begun."""
 
     finite: list[bool]
+    checksums: Sequence[bytes] | None = None
 
     def wait(self) -> list[bool]:
         return self.finite
@@ -167,10 +174,12 @@ class _EndedCopy(PageCopy):
         pass
 
 
+# A step may wait for the copy of a batch.
+MAX_HOST_BATCH, HOST_BATCH_BYTES = 8, 2**21
+
+
 class HostPool(PoolPages):
     """A pool in the computer's memory, which the thread copies itself."""
-
-    max_batch = 1
 
     def __init__(
         self,
@@ -189,11 +198,15 @@ class HostPool(PoolPages):
         self._copies = page_copies() if copies is None else copies
         self._pieces = Pieces([part.flatten(1).view(torch.uint8).numpy() for part in parts])
         self.page_bytes = self._pieces.num_bytes
-        # Numbers that fill a page are looked at together, others part by part.
+        self.max_batch = max(1, min(MAX_HOST_BATCH, HOST_BATCH_BYTES // self.page_bytes))
+        # Numbers that fill a page are looked at while it is copied, others part by part.
         whole = parts if numbers is None else numbers
         fills = all(n.is_contiguous() and n.nbytes == part.nbytes for n, part in zip(whole, parts))  # noqa: B905
-        self._format = INFINITIES.get(whole[0].dtype) if fills else None
-        found = [] if self._format else [_Numbers.of(part) for part in whole]
+        self._format: tuple[int, int] | None = None
+        if fills and whole[0].is_floating_point():
+            word, _unsigned, infinity = INFINITIES[whole[0].dtype]
+            self._format = word.itemsize, infinity
+        found = [_Numbers.of(part) for part in whole]
         self._numbers = [part for part in found if part is not None]
 
     def place_of(self, page: int) -> PagePlace:
@@ -203,21 +216,26 @@ class HostPool(PoolPages):
         """Return whether no number of a page is NaN or infinite."""
         if self._format is None:
             return all(part.are_finite(page) for part in self._numbers)
-        word, _unsigned, infinity = self._format
-        return self._copies.largest_word(self.place_of(page), word.itemsize) < infinity
+        word_bytes, infinity = self._format
+        return self._copies.largest_word(self.place_of(page), word_bytes) < infinity
 
     def begin_copy_out(self, pages: Sequence[int], buffers: Sequence[Bytes]) -> PageCopy:
-        finite = [self.is_finite(page) for page in pages]
-        for page, buffer, is_finite in zip(pages, buffers, finite, strict=True):
-            if is_finite:
-                self._copies.gather(self.place_of(page), buffer)
-        return _EndedCopy(finite)
+        word_bytes, infinity = self._format or (0, 0)
+        gathered = [
+            self._copies.gather(self.place_of(page), buffer, word_bytes)
+            for page, buffer in zip(pages, buffers, strict=True)
+        ]
+        finite = [
+            each.largest_word < infinity if word_bytes else self.is_finite(page)
+            for page, each in zip(pages, gathered, strict=True)
+        ]
+        return _EndedCopy(finite, [each.checksum for each in gathered])
 
     def begin_copy_in(self, pages: Sequence[int], sources: Sequence[Bytes | None]) -> PageCopy:
         for page, source in zip(pages, sources, strict=True):
             if source is not None:
                 self._copies.scatter(source, self.place_of(page))
-        return _EndedCopy([self.is_finite(page) for page in pages])
+        return _EndedCopy([True] * len(pages))  # they were when they were copied out
 
 
 class StreamEvent(Protocol):

@@ -304,8 +304,15 @@ class SharedPages:
         self._kept.move_to_end(name)
         return page
 
-    def keep(self, name: bytes, page: Bytes) -> tuple[list[bytes], list[Bytes]]:
+    def keep(
+        self, name: bytes, page: Bytes, checksum: bytes | None = None
+    ) -> tuple[list[bytes], list[Bytes]]:
         """Keep a page in its own memory, or in that of an older page.
+
+        Args:
+            name: of the page.
+            page: its bytes.
+            checksum: of the page; None: it was not made yet.
 
         Returns:
             The names of the pages that made room for it, or its own, and the memory that is not
@@ -326,7 +333,8 @@ class SharedPages:
                 return [name], []
             place = self._free.pop()
             self._map.page(place)[:] = page
-        if not self._publish(name, place):
+        checksum = self._copies.checksum(page) if checksum is None else checksum
+        if not self._publish(name, place, checksum):
             removed.append(name)
             self._free.append(place)
         return removed, []
@@ -336,14 +344,14 @@ class SharedPages:
         place = (int(page.ctypes.data) - self._begin_of_places) // self._layout.place_bytes
         return place if 0 <= place < self._layout.num_places else None
 
-    def _publish(self, name: bytes, place: int) -> bool:
+    def _publish(self, name: bytes, place: int, checksum: bytes) -> bool:
         """Let others find a page. Return whether its bucket has room for it."""
         found = self._map
         bucket = self._layout.bucket(name)
         numbers = BUCKET.unpack_from(found.bytes, bucket)
         if 0 not in numbers:
             return False
-        digest = digest_of(self._namespace, name, self._copies.checksum(found.page(place)))
+        digest = digest_of(self._namespace, name, checksum)
         self._write_entry(place, ENTRY.pack(name, digest))
         self._write_number(bucket, numbers.index(0), place + 1)
         self._kept[name] = place

@@ -42,8 +42,15 @@ class MemoryPages(Protocol):
     def get(self, name: bytes) -> Bytes | None:
         """Return a page, which is valid until the next call of `keep`; None if it is not there."""
 
-    def keep(self, name: bytes, page: Bytes) -> tuple[list[bytes], list[Bytes]]:
+    def keep(
+        self, name: bytes, page: Bytes, checksum: bytes | None = None
+    ) -> tuple[list[bytes], list[Bytes]]:
         """Keep a page in its own memory.
+
+        Args:
+            name: of the page.
+            page: its bytes.
+            checksum: of the page, as PageCopies has it; None: it was not made yet.
 
         Returns:
             The names of the pages that made room for it, and the memory that is not needed now.
@@ -76,8 +83,18 @@ class HostPages:
             self._pages.move_to_end(name)
         return page
 
-    def keep(self, name: bytes, page: Bytes) -> tuple[list[bytes], list[Bytes]]:
+    def keep(
+        self,
+        name: bytes,
+        page: Bytes,
+        checksum: bytes | None = None,  # noqa: ARG002
+    ) -> tuple[list[bytes], list[Bytes]]:
         """Keep a page in its own memory.
+
+        Args:
+            name: of the page.
+            page: its bytes.
+            checksum: not needed.
 
         Returns:
             The names of the pages that made room for it, and the memory that is not needed now.

@@ -264,21 +264,27 @@ class GatedPages(HostPages):
         super().__init__(100)
         self.begun, self.allowed = threading.Semaphore(0), threading.Semaphore(0)
 
-    def keep(self, name: bytes, page: Bytes) -> tuple[list[bytes], list[Bytes]]:
+    def keep(
+        self, name: bytes, page: Bytes, checksum: bytes | None = None
+    ) -> tuple[list[bytes], list[Bytes]]:
         self.begun.release()
         assert self.allowed.acquire(timeout=TIMEOUT_S)
-        return super().keep(name, page)
+        return super().keep(name, page, checksum)
 
 
 class Moved:
     """A pool of pages, a mover, and what it reports."""
 
-    def __init__(self, tier: HostPages | None, peers: PeerTier | None = None) -> None:
+    def __init__(
+        self, tier: HostPages | None, peers: PeerTier | None = None, max_batch: int = 1
+    ) -> None:
         self.pool = torch.from_numpy(np.stack([page_of(n) for n in range(10)]))
         self.reports: SimpleQueue[StoredPages | PagesLoaded] = SimpleQueue()
         self.failed = threading.Event()
+        pages = HostPool([self.pool])
+        pages.max_batch = max_batch
         self.mover = PageMover(
-            HostPool([self.pool]), 4, tier, None, lambda: self.reports.put, self.failed.set, peers
+            pages, 4, tier, None, lambda: self.reports.put, self.failed.set, peers
         )
         self.mover.begin_session(1)
 
@@ -340,6 +346,23 @@ def test_pages_that_a_step_overwrites_before_their_turn_are_not_stored() -> None
     np.testing.assert_array_equal(read(tier, 1), page_of(1))
 
 
+def test_pages_that_were_copied_together_are_stored_though_a_step_overwrites_them() -> None:
+    tier = GatedPages()
+    moved = Moved(tier, max_batch=3)
+    moved.store(1, 2, 3, 4, 5)
+    assert tier.begun.acquire(timeout=TIMEOUT_S)  # pages 1 to 3 were copied
+    new = NewSlot(0, pack_ids(range(9)), 4, pack_ids([5, 2, 4]), 0.0, 0, 1.0, 0)
+    moved.mover.before_step(plan_of(new=[new], grown=pack_ids([0, 3])))
+    moved.pool[1:5] = 0  # as the step does
+    tier.allowed.release(9)
+    report = moved.report()
+    assert isinstance(report, StoredPages)
+    assert report.added == b"".join(map(name_of, (1, 2, 3, 5)))
+    assert report.removed == name_of(4)
+    for number in (1, 2, 3, 5):
+        np.testing.assert_array_equal(read(tier, number), page_of(number))
+
+
 def test_a_page_that_was_missing_and_then_stored_is_reported_as_there() -> None:
     tier = GatedPages()
     moved = Moved(tier)
@@ -371,7 +394,9 @@ def test_a_thread_that_cannot_go_on_says_so_before_requests_wait_for_ever(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     class Broken(HostPages):
-        def keep(self, name: bytes, page: Bytes) -> tuple[list[bytes], list[Bytes]]:
+        def keep(
+            self, name: bytes, page: Bytes, checksum: bytes | None = None
+        ) -> tuple[list[bytes], list[Bytes]]:
             raise RuntimeError("a mistake")
 
     unhandled: SimpleQueue[threading.ExceptHookArgs] = SimpleQueue()
