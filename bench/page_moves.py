@@ -75,7 +75,7 @@ class _Pool:
     def load(self, tier: PeerTier) -> None:
         """Load the pages of a prompt, as the thread of a worker does."""
         names = [_name_of(number) for number in range(self.num_pages)]
-        tier.begin(names, lambda: True)
+        tier.begin(names, lambda: True, time.monotonic())
         for number, name in enumerate(names):
             if not tier.read(name, PagePlace(self._pieces, number)):
                 raise RuntimeError(f"page {number} of {self.num_pages} has not come")

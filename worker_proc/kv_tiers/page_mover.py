@@ -38,6 +38,13 @@ class _WaitingStore(NamedTuple):
     num_steps: int
 
 
+class _WaitingLoad(NamedTuple):
+    """A load that waits for its turn, and when it was asked for (time.monotonic)."""
+
+    message: LoadPages
+    asked_at: float
+
+
 @dataclass(frozen=True, slots=True)
 class _Loading:
     """A batch of pages that is copied to the pool, and the buffers that it is copied from."""
@@ -103,7 +110,7 @@ class PageMover:
         self._changed = threading.Condition()
         self._num_launched = self._num_ended = 0  # steps
         self._stores: OrderedDict[int, _WaitingStore] = OrderedDict()  # by page
-        self._loads: deque[LoadPages] = deque()
+        self._loads: deque[_WaitingLoad] = deque()
         self._unreported: dict[bytes, None] = {}  # names of pages that were gained or lost
         self._launching: set[int] = set()  # pages whose copy to a tier is being launched
         self._leaving: dict[int, PageCopy] = {}  # copies to a tier that were launched, by page
@@ -158,7 +165,7 @@ class PageMover:
         """Load pages to places in the pool that no step uses."""
         with self._changed:
             self._give_up_stores(ints_of(message.pages).tolist())
-            self._loads.append(message)
+            self._loads.append(_WaitingLoad(message, time.monotonic()))
             self._changed.notify_all()
 
     def before_step(self, plan: StepPlan) -> None:
@@ -226,7 +233,7 @@ class PageMover:
         if report is not None:
             send(report)
 
-    def _next(self) -> tuple[LoadPages | None, dict[int, bytes]]:
+    def _next(self) -> tuple[_WaitingLoad | None, dict[int, bytes]]:
         """Return the next load, or a batch of pages to store with their names."""
         with self._changed:
             self._changed.wait_for(lambda: self._loads or self._is_store_due())
@@ -279,13 +286,14 @@ class PageMover:
         self._pages.give_back(freed)
         return lost
 
-    def _load(self, message: LoadPages, send: Callable[[Report], object]) -> None:
+    def _load(self, load: _WaitingLoad, send: Callable[[Report], object]) -> None:
+        message = load.message
         began, session = time.monotonic(), self._session
         num_read, num_damaged = self._counts_of_peers()
         if self._peers is not None:
             names = split_hashes(message.hashes, PAGE_HASH_BYTES)
             missing = [name for name in names if not self._has(name)]
-            self._peers.begin(missing, lambda: session == self._session)
+            self._peers.begin(missing, lambda: session == self._session, load.asked_at)
         under_way: deque[_Loading] = deque()
         finite: list[bool] = []
         for batch in self._find(message):

@@ -5,7 +5,8 @@ pages ahead of what is read. All of that is done in the thread that reads, so th
 
     a replica sends nothing for SILENCE_S    its pages count as missing, in this load and in all
                                              others until it answers again, which none waits for
-    a load takes longer than LOAD_S          what has not come by then counts as missing
+    LOAD_S after a load was asked for        what has not come by then counts as missing, also
+                                             where it has waited behind others
     the connection breaks                    its pages count as missing at once
     its pages mean something else            none is asked for, and the log says what differs
 
@@ -238,12 +239,12 @@ class PeerPages:
         self._is_wanted: Callable[[], bool] = lambda: False
         self._give_up_at = 0.0
 
-    def begin(self, names: Sequence[bytes], is_wanted: Callable[[], bool]) -> None:
+    def begin(self, names: Sequence[bytes], is_wanted: Callable[[], bool], asked_at: float) -> None:
         """Ask for the first pages of a load. Wait for nothing but which pages there are."""
         self._load += 1
         self._names, self._num_asked = names, 0
         self._asked, self._arrived = {}, {}
-        self._is_wanted, self._give_up_at = is_wanted, time.monotonic() + LOAD_S
+        self._is_wanted, self._give_up_at = is_wanted, asked_at + LOAD_S
         self._update_peers()
         if not names or not self._peers:
             return

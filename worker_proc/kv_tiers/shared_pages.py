@@ -454,7 +454,7 @@ class SharedPeers:
             shared_file(directory, namespace): None for directory in directories
         }
 
-    def begin(self, names: Sequence[bytes], is_wanted: Callable[[], bool]) -> None:
+    def begin(self, names: Sequence[bytes], is_wanted: Callable[[], bool], asked_at: float) -> None:
         """Do nothing: pages are there at once."""
 
     def read(self, name: bytes, place: PagePlace) -> bool:

@@ -312,7 +312,7 @@ class PeerTier(Protocol):
     num_read: int
     num_damaged: int
 
-    def begin(self, names: Sequence[bytes], is_wanted: Callable[[], bool]) -> None:
+    def begin(self, names: Sequence[bytes], is_wanted: Callable[[], bool], asked_at: float) -> None:
         """Note which pages are read next, in their order, so that they can be on their way.
 
         Args:
@@ -320,6 +320,8 @@ class PeerTier(Protocol):
                 not read is not needed any more.
             is_wanted: returns False once the load is not needed any more; a read that waits for
                 another replica ends then.
+            asked_at: when the load was asked for (time.monotonic), so that what waits for it waits
+                for a bounded time.
         """
 
     def read(self, name: bytes, place: PagePlace) -> bool:
@@ -351,7 +353,7 @@ class PeerFiles:
         self._namespace = namespace
         self._directories = [directory / namespace.hex() for directory in directories]
 
-    def begin(self, names: Sequence[bytes], is_wanted: Callable[[], bool]) -> None:
+    def begin(self, names: Sequence[bytes], is_wanted: Callable[[], bool], asked_at: float) -> None:
         """Do nothing: files are there at once."""
 
     def read(self, name: bytes, place: PagePlace) -> bool:

@@ -110,7 +110,7 @@ class World:
 
     def load(self, numbers: range, is_wanted: Callable[[], bool] = lambda: True) -> int:
         """Return how many pages of a load come, each of which is the right one."""
-        self.tier.begin([name_of(number) for number in numbers], is_wanted)
+        self.tier.begin([name_of(number) for number in numbers], is_wanted, time.monotonic())
         page = np.zeros(PAGE_BYTES, dtype=np.uint8)
         for count, number in enumerate(numbers):
             if not self.tier.read(name_of(number), PagePlace.at(page[:1000], page[1000:])):
@@ -159,7 +159,7 @@ def test_no_more_is_on_its_way_than_a_window(world: World, monkeypatch: pytest.M
     monkeypatch.setattr(peer_pages, "WINDOW_BYTES", 8 * PAGE_BYTES)
     world.tier = world.new_tier()
     source = world.add(range(600))
-    world.tier.begin([name_of(number) for number in range(600)], lambda: True)
+    world.tier.begin([name_of(number) for number in range(600)], lambda: True, time.monotonic())
     time.sleep(0.3)
     assert 7 * PAGE_BYTES < source.proxy.num_bytes < 12 * PAGE_BYTES
     assert world.load(range(600)) == 600
@@ -223,7 +223,7 @@ def test_a_broken_or_silent_link_ends_the_load_in_time_and_is_used_again_later(
     names = [name_of(number) for number in range(200)]
     for _ in range(3):
         world.load_until(range(200), 200)
-        world.tier.begin(names, lambda: True)
+        world.tier.begin(names, lambda: True, time.monotonic())
         page = np.zeros(PAGE_BYTES, np.uint8)
         assert all(world.tier.read(name, PagePlace.at(page)) for name in names[:50])
         if fault == "cut":
@@ -262,6 +262,17 @@ def test_what_a_slow_link_has_brought_in_time_is_used(
     assert time.monotonic() - began_at < SOON_S
     source.proxy.bytes_per_s = None
     world.load_until(range(200), 200)
+
+
+def test_what_has_waited_behind_other_loads_for_too_long_is_missing_at_once(world: World) -> None:
+    world.add(range(20))
+    assert world.load(range(20)) == 20
+    began_at = time.monotonic()
+    asked_at = began_at - peer_pages.LOAD_S
+    world.tier.begin([name_of(1)], lambda: True, asked_at)
+    assert not world.tier.read(name_of(1), PagePlace.at(np.zeros(PAGE_BYTES, np.uint8)))
+    assert time.monotonic() - began_at < SOON_S
+    assert world.load(range(20)) == 20, "the replica is not taken for silent"
 
 
 def test_a_load_that_is_not_needed_any_more_ends_at_once(
@@ -321,7 +332,7 @@ def test_a_stranger_gets_no_page_and_nothing_is_in_clear(world: World, tmp_path:
     for keys in ("", str(tmp_path / "theirs")):
         tier = world.new_tier(keys)
         began_at = time.monotonic()
-        tier.begin([name_of(1)], lambda: True)
+        tier.begin([name_of(1)], lambda: True, time.monotonic())
         assert not tier.read(name_of(1), PagePlace.at(np.zeros(PAGE_BYTES, np.uint8)))
         assert time.monotonic() - began_at < SOON_S
         tier.close()
