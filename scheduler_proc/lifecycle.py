@@ -11,6 +11,7 @@ from quadriga.errors import InvalidRequest, QuadrigaError, QueueFull, RequestFai
 from quadriga.server.config.engine_args import SchedulerArgs
 from quadriga.wire import client, sockets, to_detok, to_scheduler
 from quadriga.wire.adapter import AdapterRef
+from quadriga.wire.to_detok import PromptWork
 from quadriga.wire.worker import AdapterReady, GrammarReady, WorkerReady
 from scheduler_proc import adapter_queue, core, forecast, grammar_queue, request_table
 from scheduler_proc.journal import detok_outbox, recovery, writer
@@ -431,7 +432,9 @@ class RequestLifecycle:
         if to_detok:
             news = None
             if has_report:
-                news = report.take(self.core.kv, self.table, self.outbox.replayable())
+                costs, page_s = self._costs, self.offload_stats.fetch_page_s
+                work = PromptWork(costs.prompt_s, costs.num_prompt_tokens, page_s)
+                news = report.take(self.core.kv, self.table, self.outbox.replayable(), work)
             self.outbox.send(events, self._clock(), self.num_waiting, self.queue_wait_s, news)
         self._journal.append(events)
 

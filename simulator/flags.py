@@ -69,8 +69,9 @@ def add_world(group: Any) -> None:
         default=engine_args.IN_TURN,
         help="choice of the replica for a request (default: round-robin)",
     )
-    add("--prefill-replicas", type=int, default=0, metavar="N",
-        help="as many of them compute prompts for the others (default: 0)")  # fmt: skip
+    add("--prefill-replicas", type=flags.parser_of(engine_args.CountOrAuto), default=0, metavar="N",
+        help="as many of them compute prompts for the others; auto: as many as the load asks for"
+        " (default: 0)")  # fmt: skip
     add("--copy-share", type=float, default=COPY_SHARE, metavar="FRACTION",
         help="time in which such a replica stores or loads a page, in proportion to the time of its"
         f" computation (default: {COPY_SHARE}, as on a CPU)")  # fmt: skip
@@ -88,7 +89,8 @@ def config_of(arguments: argparse.Namespace) -> server_config.ServerConfig:
     """Return the server's configuration, or raise ConfigError."""
     if arguments.replicas <= 0:
         raise ConfigError(f"replicas must be positive (it is {arguments.replicas})")
-    if not 0 <= arguments.prefill_replicas < arguments.replicas:
+    number = arguments.prefill_replicas
+    if isinstance(number, int) and not 0 <= number < arguments.replicas:
         raise ConfigError(
             f"prefill_replicas is {arguments.prefill_replicas} and replicas is"
             f" {arguments.replicas}: at least one replica must be left for tokens"

@@ -15,6 +15,7 @@ import numpy as np
 
 from cluster_proc.scaling import Scaling
 from quadriga.errors import ConfigError
+from quadriga.server.config.engine_args import CountOrAuto
 from quadriga.server.config.server_config import ServerConfig
 from quadriga.server.prefix_blocks import pages_per_block
 from quadriga.wire import packing, to_detok, to_scheduler
@@ -22,7 +23,7 @@ from simulator.clock import Clock
 from simulator.records import Records
 from simulator.replica import Replica, draw_ids
 from tokenizer_proc.replicas.placed import Name, PlacedRequest
-from tokenizer_proc.replicas.roles import RoleRouter, Roles
+from tokenizer_proc.replicas.roles import RoleRouter, roles_of
 from tokenizer_proc.replicas.router import Routed, Router
 
 # The frontend's router in a simulation of several replicas.
@@ -85,7 +86,7 @@ class Dispatcher:
     """
 
     def __init__(
-        self, config: ServerConfig, method: str, num_replicas: int, num_prefill: int = 0
+        self, config: ServerConfig, method: str, num_replicas: int, prefill: CountOrAuto = 0
     ) -> None:
         page_size = config.worker.page_size
         self._block_tokens = page_size * pages_per_block(page_size)
@@ -97,8 +98,8 @@ class Dispatcher:
         limits = config.scheduler
         shape = method, num_replicas, self._block_tokens, page_size, limits.max_queued_requests
         self.router = Router[Name](*shape)
-        if num_prefill:
-            self.router = RoleRouter(Roles(num_prefill, limits.max_running_requests), *shape)
+        if prefill:
+            self.router = RoleRouter(roles_of(prefill, num_replicas, limits), *shape)
         for number in range(num_replicas):
             self.router.set_up(number, False)
         self.why: Counter[str] = Counter()
@@ -217,6 +218,7 @@ class FleetCounts:
         num_left: replicas that left, after they had given their requests back.
         num_moved: requests that moved to another replica.
         num_handed_over: requests that went on at another replica when their prompt was computed.
+        num_role_changes: how often the number of replicas that compute prompts changed.
         num_computed_again: tokens of moved requests that had been computed, and were not cached
             where they went.
     """
@@ -226,6 +228,7 @@ class FleetCounts:
     num_moved: int = 0
     num_computed_again: int = 0
     num_handed_over: int = 0
+    num_role_changes: int = 0
 
 
 class Fleet:
@@ -266,8 +269,8 @@ class Fleet:
         self._open: dict[str, PlacedRequest] = {}
         self._waiting: dict[str, PlacedRequest] = {}
         self._leaving: set[int] = set()
-        # By replica and index of the request.
-        self._movable: dict[tuple[int, int], to_detok.MovableChoice] = {}
+        # By replica, and by index of the request.
+        self._movable: dict[int, dict[int, to_detok.MovableChoice]] = {}
         self._scaling: Scaling | None = None
         self._start_s = 0.0
         self._is_watching = False
@@ -339,7 +342,10 @@ class Fleet:
             self._dispatcher.take_output(replica.number, output)
             assert output.news is not None
             for choice in output.news.movable:
-                self._movable[replica.number, replica.index_of(choice.seq)] = choice
+                movable = self._movable.setdefault(replica.number, {})
+                movable[replica.index_of(choice.seq)] = choice
+            if self._dispatcher.router.follow_load(self._clock.now):
+                self.counts.num_role_changes += 1
             self._hand_over()
         else:
             self._dispatcher.take_ends(output)
@@ -354,16 +360,22 @@ class Fleet:
     def _hand_over(self) -> None:
         """Let requests whose prompts are computed go on at replicas that generate tokens."""
         assert self._dispatcher is not None
-        for (number, index), facts in list(self._movable.items()):
+        movable = [
+            (number, index, facts)
+            for number, of_replica in self._movable.items()
+            if of_replica and self._dispatcher.router.hands_over(number)
+            for index, facts in of_replica.items()
+        ]
+        for number, index, facts in movable:
             placed, replica = self._open.get(str(index)), self._serving.get(number)
             if placed is None or replica is None or placed.choice(0).replica != number:
-                del self._movable[number, index]
+                del self._movable[number][index]
                 continue
             self._note_tokens(placed)
             routed = self._dispatcher.find_next(placed, number)
             if routed is None:
                 continue
-            del self._movable[number, index]
+            del self._movable[number][index]
             self.counts.num_handed_over += 1
             choice = placed.choice(0)
             choice.replica, placed.is_moving = routed.replica, True

@@ -36,7 +36,8 @@ class World:
     are `replicas` at first, and `max_replicas`, if given, at most. `on_end` is called once for each
     request that has ended. With `ask_after_s`, the estimated wait of each request that is queued so
     many seconds after its arrival is recorded. The first `prefill_replicas` compute prompts for the
-    others, and a page is copied in `copy_share` of the time in which it is computed.
+    others, or as many as the load asks for. A page is copied in `copy_share` of the time in which
+    it is computed.
     """
 
     def __init__(
@@ -50,7 +51,7 @@ class World:
         on_end: Callable[[], object] = lambda: None,
         ask_after_s: float | None = None,
         max_replicas: int | None = None,
-        prefill_replicas: int = 0,
+        prefill_replicas: engine_args.CountOrAuto = 0,
         copy_share: float = COPY_SHARE,
     ) -> None:
         self.records = records.Records()
@@ -71,6 +72,7 @@ class World:
         self.dispatcher: Dispatcher | None = None
         if num_numbers > 1:
             self.dispatcher = Dispatcher(config, load_balance_method, num_numbers, prefill_replicas)
+        num_exporting = prefill_replicas if isinstance(prefill_replicas, int) else num_numbers - 1
         exchange = (
             SimulatedExchange(model, config.worker.page_size, copy_share)
             if prefill_replicas
@@ -81,7 +83,7 @@ class World:
             return Replica(
                 config, model, num_pages, clock, self.records.take_tokens, self._close,
                 number, fleet if num_numbers > 1 else None,
-                ReplicaRole(exchange, number < prefill_replicas),
+                ReplicaRole(exchange, number < num_exporting),
             )  # fmt: skip
 
         self.fleet = Fleet(

@@ -202,6 +202,7 @@ def _row(name: str, run: report.Figures, world: World) -> FigureRow:
         "ITL p99, ms": ms(run.itl, "p99"),
         "cached, %": 100 * run.cache_hit_rate,
         "handed over": world.fleet.counts.num_handed_over,
+        "role changes": world.fleet.counts.num_role_changes,
         "simulated in, s": run.wall,
     }
 

@@ -463,6 +463,17 @@ class Collector(Families):
                 "Number of choices that went on at another replica when their prompt was computed",
                 self._info["requests_handed_over"],
             )
+        if "prefill_replicas" in self._info:
+            yield self.gauge(
+                "prefill_replicas",
+                "Number of replicas that compute prompts for the others: the first ones",
+                self._info["prefill_replicas"],
+            )
+            yield self.counter(
+                "role_changes",
+                "Number of times that this number has changed",
+                self._info["role_changes"],
+            )
         yield from families.values()
 
     def _ring(self, info: dict[str, Any]) -> Iterator[Metric]:

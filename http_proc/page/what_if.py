@@ -24,7 +24,7 @@ from http_proc.web import access, endpoint, exchange
 from quadriga import clock
 from quadriga.errors import ConfigError, QuadrigaError
 from quadriga.programs import command_of
-from quadriga.server.config.flags import flag_name, value_type
+from quadriga.server.config.flags import flag_name, kind_name
 from quadriga.server.config.server_config import ServerConfig, help_text
 from quadriga.wire.what_if import MAX_VARIANTS, FlagVariant, MeasuredChoice, WhatIfAnswer, WhatIfJob
 
@@ -90,7 +90,7 @@ def offered_flags(config: ServerConfig) -> list[WhatIfFlag]:
     found = []
     for name in OFFERED:
         group, field = _field(config, name)
-        kind, choices = value_type(field.type).__name__, list(field.metadata["choices"])
+        kind, choices = kind_name(field.type), list(field.metadata["choices"])
         found.append(WhatIfFlag(name, help_text(field), kind, getattr(group, name), choices))
     return found
 
@@ -125,7 +125,7 @@ def _check_flag(config: ServerConfig, name: str, value: Any) -> None:
     choices, largest = field.metadata["choices"], OFFERED[name]
     if choices and value not in choices:
         raise ConfigError(f"{name} is {value!r}: it must be one of {', '.join(choices)}")
-    if largest is not None and value is not None and value > largest:
+    if largest is not None and isinstance(value, (int, float)) and value > largest:
         raise ConfigError(f"{name} is {value}: a simulation takes at most {largest}")
 
 

@@ -121,7 +121,7 @@ class ServerFlags(TypedDict, total=False):
     # Replicas (launcher.py, tokenizer_proc)
     dp: int
     load_balance_method: Literal["cache-aware", "least-loaded", "round-robin"]
-    prefill_replicas: int
+    prefill_replicas: int | Literal["auto"]
     role_resources: str
     cluster: Literal["none", "ray"]
     replica_cpus: float

@@ -62,6 +62,21 @@ class MovableChoice(msgspec.Struct, array_like=True, frozen=True):
     cached_tokens: int = 0
 
 
+class PromptWork(msgspec.Struct, array_like=True, frozen=True):
+    """What a scheduler has measured of prompts since its start.
+
+    Attributes:
+        seconds: what steps have taken longer because of their prompts.
+        num_tokens: prompt tokens that were computed in this time.
+        page_s: seconds in which a page of another replica is loaded, in the fastest load; 0.0
+            before any.
+    """
+
+    seconds: float = 0.0
+    num_tokens: int = 0
+    page_s: float = 0.0
+
+
 class ReplicaNews(msgspec.Struct, array_like=True, frozen=True):
     """What the scheduler adds to a step for the frontend.
 
@@ -76,6 +91,7 @@ class ReplicaNews(msgspec.Struct, array_like=True, frozen=True):
         frontend: number of the newest frontend that has announced itself, as in FrontendRestarted.
         movable: choices that can go on at another replica from now on; of a replica that computes
             prompts for others.
+        work: with prompts.
     """
 
     added: bytes = b""
@@ -86,6 +102,7 @@ class ReplicaNews(msgspec.Struct, array_like=True, frozen=True):
     ended: list[EndedRequest] = []
     frontend: int = 0
     movable: list[MovableChoice] = []
+    work: PromptWork = PromptWork()
 
 
 # Of the prompt that a text continues, the detokenizer gets as many ids.

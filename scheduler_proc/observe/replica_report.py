@@ -8,7 +8,13 @@ from collections.abc import Iterable
 
 from quadriga.server.prefix_blocks import block_hash, pages_per_block
 from quadriga.wire.packing import pack_ids
-from quadriga.wire.to_detok import EndedRequest, HeldChoice, MovableChoice, ReplicaNews
+from quadriga.wire.to_detok import (
+    EndedRequest,
+    HeldChoice,
+    MovableChoice,
+    PromptWork,
+    ReplicaNews,
+)
 from scheduler_proc.state.kv_cache import KVCache
 from scheduler_proc.state.kv_offload import KVOffload
 from scheduler_proc.state.prefix_tree import Node
@@ -158,7 +164,11 @@ class ReplicaReport:
         return self.restates or has_movable
 
     def take(
-        self, kv: KVCache, live: Iterable[Request], ended: Iterable[EndedRequest]
+        self,
+        kv: KVCache,
+        live: Iterable[Request],
+        ended: Iterable[EndedRequest],
+        work: PromptWork = PromptWork(),  # noqa: B008
     ) -> ReplicaNews | None:
         """Return the report, and begin a new one. None where there is nothing to report.
 
@@ -166,6 +176,7 @@ class ReplicaReport:
             kv: the pool.
             live: all open requests.
             ended: the ended requests that can be replayed.
+            work: with prompts.
         """
         restates, self.restates = self.restates, False
         if not (restates or self._notes_steps):
@@ -173,7 +184,7 @@ class ReplicaReport:
         added, evicted = (b"", b"") if self._changes is None else self._changes.take()
         movable = [] if self._movable is None else self._movable.take()
         if not restates:
-            return ReplicaNews(added, evicted, kv.num_available, movable=movable)
+            return ReplicaNews(added, evicted, kv.num_available, movable=movable, work=work)
         if self._movable is not None:
             self._movable.forget()
         held = [_held(request) for request in live]

@@ -28,6 +28,7 @@ class OffloadStats:
         disk_failed: whether the disk takes no pages at present.
         fetched_pages: pages among the loaded ones that came from other replicas.
         fetch_seconds: duration of the loads with such pages.
+        fetch_page_s: seconds for each page in the fastest of these; 0.0 before the first one.
     """
 
     loads: int = 0
@@ -39,6 +40,7 @@ class OffloadStats:
     disk_failed: bool = False
     fetched_pages: int = 0
     fetch_seconds: float = 0.0
+    fetch_page_s: float = 0.0
 
     def info(self, num_pages: int) -> InfoValues:
         """Return the values of the server info.
@@ -361,6 +363,8 @@ class TieredOffload:
         if message.num_fetched:
             stats.fetched_pages += message.num_fetched
             stats.fetch_seconds += message.seconds
+            page_s = message.seconds / message.num_fetched
+            stats.fetch_page_s = min(stats.fetch_page_s or page_s, page_s)
 
     def waiting_for(self, load: int) -> Sequence[int]:
         """Return the numbers of the requests that wait for a load. load: its number."""

@@ -29,6 +29,7 @@ FAULTS_VARIABLE = "QUADRIGA_TEST_FAULTS"
 PROCESSES = ("worker", "scheduler", "detok", "tokenizer")
 SIGNALS = {"kill": "SIGKILL", "segv": "SIGSEGV", "stop": "SIGSTOP"}
 APART = "apart"
+CHANGE_ROLES_S = 0.05
 KINDS = (*SIGNALS, "delay", "drop", "retract", APART)
 OPTIONS = ("after", "every", "token", "ms")
 
@@ -145,6 +146,7 @@ def install(process: str) -> None:
     injector = FaultInjector(own)
     if any(fault.kind == APART for fault in own):
         _compute_prompts_apart()
+        _change_roles()
     if process == "scheduler_proc":
         _patch_scheduler(injector)
     elif process == "tokenizer_proc":
@@ -204,6 +206,15 @@ def _compute_prompts_apart() -> None:
     from tokenizer_proc.replicas.roles import RoleRouter
 
     RoleRouter.stays_here = lambda *_: False  # type: ignore[method-assign]
+
+
+def _change_roles() -> None:
+    """Let one and two replicas compute prompts in turn, where roles follow the load."""
+    from tokenizer_proc.replicas import role_policy
+
+    looks = itertools.count()
+    role_policy.INTERVAL_S = CHANGE_ROLES_S
+    role_policy.FollowPrompts.decide = lambda *_: 1 + next(looks) % 2  # type: ignore[method-assign]
 
 
 def retract_one(scheduler: "Scheduler", number: int) -> None:

@@ -34,6 +34,7 @@ WAYS: dict[str, list[str]] = {
     "narrow": ["--max-batch-size", "3", "--prefill-max-batch-size", "5"],
     "three replicas": ["--dp", "3"],
     "two that compute prompts": ["--dp", "3", "--prefill-replicas", "2"],
+    "roles that change": ["--dp", "3", "--prefill-replicas", "auto"],
     "least loaded": ["--load-balance-method", "least-loaded"],
 }
 
@@ -60,7 +61,9 @@ def files_of(server: Server) -> list[Path]:
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("way", ways("chunks of 7", "retracted at random", "speculated"))
+@pytest.mark.parametrize(
+    "way", ways("chunks of 7", "retracted at random", "speculated", "roles that change")
+)
 def test_tokens_of_prompts_from_another_replica_are_those_of_transformers(
     way: str, llama_dir: Path, tmp_path: Path
 ) -> None:

@@ -19,7 +19,7 @@ from quadriga.wire.links import NodeLinks
 from quadriga.wire.sockets import LinkSocket, Outbox, bind_frames
 from tokenizer_proc.replicas.placed import RouterKey
 from tokenizer_proc.replicas.replicas import Replicas, ResultListener
-from tokenizer_proc.replicas.roles import RoleRouter, Roles
+from tokenizer_proc.replicas.roles import RoleRouter, roles_of
 from tokenizer_proc.replicas.router import Router
 
 # Between two reports of the load. What begins after none was open is reported at once.
@@ -263,7 +263,7 @@ def make_router(
     """
     method, max_waiting = args.load_balance_method, limits.max_queued_requests
     if args.has_roles:
-        roles = Roles(args.prefill_replicas, limits.max_running_requests)
+        roles = roles_of(args.prefill_replicas, count, limits)
         return RoleRouter(roles, method, count, block_tokens, page_size, max_waiting)
     return Router(method, count, block_tokens, page_size, max_waiting)
 

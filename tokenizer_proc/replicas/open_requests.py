@@ -424,6 +424,7 @@ class OpenRequests:
             return CountedEnd(EndKind.REPEATED)
         is_open = placed.is_open
         self._replicas[number].runs.pop(choice.seq, None)
+        self._replicas[number].movable.pop(choice.seq, None)
         choice.end()
         self._router.on_end(RouterKey(*name, choice.since), index)
         self._ended.note(name, index, ChoiceOwner(number, placement, choice.since))
@@ -443,6 +444,8 @@ class OpenRequests:
         its client has to send to this frontend first, or has just sent again, waits.
         """
         for number, replica in self._replicas.live():
+            if not self._router.hands_over(number):
+                continue
             found: dict[Name, list[int]] = {}
             for seq in list(replica.movable):
                 run = replica.runs.get(seq)

@@ -560,6 +560,8 @@ class Replicas:
             }
             if self._router.has_roles:
                 values["requests_handed_over"] = self._dispatch.num_handed_over
+                values["prefill_replicas"] = self._router.num_prefill
+                values["role_changes"] = self._router.num_changes
             question = msgspec.structs.replace(question, values=values)
         self._questions.ask(question, self._replicas.answering)
         self._replicas.broadcast(question)
@@ -693,6 +695,8 @@ class Replicas:
             return
         replica.is_cut = False
         self._dispatch.withdraw(self.requests.on_news(number, step))
+        if self._router.follow_load(time.monotonic()):
+            logging.info("%d replicas compute prompts from now on", self._router.num_prefill)
         self._dispatch.hand_over()
         if restates and not replica.is_known:
             replica.is_known = True

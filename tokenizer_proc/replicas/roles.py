@@ -16,8 +16,13 @@ prompt stays here if here + harm <= there. Nothing is handed over of a request t
 first token, or with a vector.
 """
 
+import math
 from typing import NamedTuple
 
+from quadriga.server.config.engine_args import CountOrAuto, SchedulerArgs
+from quadriga.wire.to_detok import PromptWork, ReplicaNews
+from tokenizer_proc.replicas import role_policy
+from tokenizer_proc.replicas.role_policy import FollowPrompts, RoleLoad, RolePolicy
 from tokenizer_proc.replicas.router import (
     UNCACHED_WEIGHT,
     KeyT,
@@ -46,10 +51,26 @@ class Roles(NamedTuple):
     Attributes:
         num_prefill: the first ones compute prompts for the others.
         max_running: choices that have a slot at a replica.
+        policy: decides how many there are from then on; None: as many as at first.
     """
 
     num_prefill: int
     max_running: int
+    policy: RolePolicy | None = None
+
+
+def roles_of(prefill_replicas: CountOrAuto, num_replicas: int, limits: SchedulerArgs) -> Roles:
+    """Return the roles that the flags ask for.
+
+    Args:
+        prefill_replicas: the flag.
+        num_replicas: number of all replicas.
+        limits: of each scheduler.
+    """
+    max_running = limits.max_running_requests
+    if isinstance(prefill_replicas, int):
+        return Roles(prefill_replicas, max_running)
+    return Roles(0, max_running, FollowPrompts(num_replicas, limits.itl_target is not None))
 
 
 class RoleRouter(Router[KeyT]):
@@ -58,6 +79,10 @@ class RoleRouter(Router[KeyT]):
     Args:
         roles: which replica has which role.
         method, num_replicas, block_tokens, page_size, max_waiting: as in Router.
+
+    Attributes:
+        num_prefill: how many replicas compute prompts for the others now: the first ones.
+        num_changes: how often this number has changed.
     """
 
     has_roles = True
@@ -73,8 +98,48 @@ class RoleRouter(Router[KeyT]):
     ) -> None:
         super().__init__(method, num_replicas, block_tokens, page_size, max_waiting)
         self._max_running = roles.max_running
-        self._prefill = frozenset(range(roles.num_prefill))
-        self._decode = frozenset(range(roles.num_prefill, num_replicas))
+        self._policy = roles.policy
+        self._work = [PromptWork()] * num_replicas
+        self._looked_at = -math.inf
+        self._num_apart = self._num_handed_over = 0
+        self.num_changes = 0
+        self._set_roles(roles.num_prefill)
+
+    def _set_roles(self, num_prefill: int) -> None:
+        num_replicas = len(self._work)
+        self.num_prefill = num_prefill
+        self._prefill = frozenset(range(num_prefill))
+        self._decode = frozenset(range(num_prefill, num_replicas))
+
+    def on_news(self, replica: int, news: ReplicaNews) -> None:
+        """Take in the blocks and pages that a replica has, and its work with prompts."""
+        super().on_news(replica, news)
+        self._work[replica] = news.work
+
+    def follow_load(self, now: float) -> bool:
+        """Change the roles by the policy, at most every INTERVAL_S. Return whether they changed.
+
+        Args:
+            now: seconds, of any clock that does not go back.
+        """
+        if self._policy is None or now - self._looked_at < role_policy.INTERVAL_S:
+            return False
+        self._looked_at = now
+        work = self._work
+        load = RoleLoad(
+            prompt_s=sum(one.seconds for one in work),
+            prompt_tokens=sum(one.num_tokens for one in work),
+            page_tokens=self._page_size,
+            page_s=min((one.page_s for one in work if one.page_s), default=0.0),
+            num_apart=self._num_apart,
+            num_handed_over=self._num_handed_over,
+        )
+        num_prefill = self._policy.decide(load, now)
+        if num_prefill == self.num_prefill:
+            return False
+        self._set_roles(num_prefill)
+        self.num_changes += 1
+        return True
 
     def choose(self, prompt: Prompt) -> Routed:
         """Choose the replica at which a request begins, or goes on after a loss."""
@@ -86,7 +151,10 @@ class RoleRouter(Router[KeyT]):
         if prompt.goes_on or prompt.stays:
             return here
         there = self.choose_among(prompt, self._all_but(prefill), group=PREFILL)
-        return here if self.stays_here(prompt, here, there) else there
+        if self.stays_here(prompt, here, there):
+            return here
+        self._num_apart += not prompt.ends_at_once
+        return there
 
     def stays_here(self, prompt: Prompt, here: Routed, there: Routed) -> bool:
         """Return whether a prompt is computed where tokens are generated.
@@ -106,6 +174,10 @@ class RoleRouter(Router[KeyT]):
             return wait_here + harm < wait_there
         return wait_here + harm <= wait_there + HAND_OVER_TOKENS
 
+    def hands_over(self, replica: int) -> bool:
+        """Return whether requests go on elsewhere when this replica has computed their prompts."""
+        return replica in self._prefill
+
     def has_next(self, num_tokens: int, replica: int) -> bool:
         """Return whether `find_next` would return a replica for so many tokens."""
         return replica in self._prefill and bool(self._with_room(num_tokens))
@@ -118,6 +190,7 @@ class RoleRouter(Router[KeyT]):
         if prompt.stays or not self.has_next(prompt.num_tokens, replica):
             return None
         ready = self._with_room(prompt.num_tokens)
+        self._num_handed_over += 1
         return self.choose_among(prompt, self._all_but(ready), COPIED_WEIGHT)
 
     def _with_room(self, num_tokens: int) -> set[int]:

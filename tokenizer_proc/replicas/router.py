@@ -290,12 +290,16 @@ class Router(Generic[KeyT]):
         max_waiting: choices that a replica's waiting queue takes.
 
     Attributes:
-        has_roles: some replicas compute prompts for the others.
+        has_roles: some replicas compute prompts for the others, or may do so.
+        num_prefill: how many do so now: the first ones.
+        num_changes: how often this number has changed.
         ledger: the load of each replica.
         index: what is cached where.
     """
 
     has_roles = False
+    num_prefill = 0
+    num_changes = 0
 
     def __init__(
         self,
@@ -332,6 +336,10 @@ class Router(Generic[KeyT]):
         """Whether any replica takes requests."""
         return any(self._is_up)
 
+    def hands_over(self, replica: int) -> bool:  # noqa: ARG002
+        """Return whether requests go on elsewhere when this replica has computed their prompts."""
+        return False
+
     def has_next(self, num_tokens: int, replica: int) -> bool:  # noqa: ARG002
         """Return whether `find_next` would return a replica for so many tokens."""
         return False
@@ -339,6 +347,10 @@ class Router(Generic[KeyT]):
     def find_next(self, prompt: Prompt, replica: int) -> Routed | None:  # noqa: ARG002
         """Return where a request goes on whose prompt a replica has computed; None: it stays."""
         return None
+
+    def follow_load(self, now: float) -> bool:  # noqa: ARG002
+        """Change the roles of replicas by the load, if they do so. Return whether they changed."""
+        return False
 
     # --- choose -----------------------------------------------------------------------------------
 

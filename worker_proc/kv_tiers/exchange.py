@@ -89,7 +89,7 @@ class PageExchange:
         args, number = child.config.replicas, child.number
         if not args.has_roles:
             return None
-        sources = tuple(other for other in range(args.prefill_replicas) if other != number)
+        sources = tuple(other for other in range(args.max_prefill_replicas) if other != number)
         links = child.endpoints.links if args.in_cluster else None
         exports = args.computes_prompts(number)
         return cls(child.pages_dir, exports, sources, links, child.server_dir)

@@ -7,7 +7,7 @@ which replica a process belongs to.
 import os
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import msgspec
 
@@ -609,6 +609,9 @@ TARGET_REQUESTS, UP_AFTER_S, DOWN_AFTER_S = 32, 5.0, 300.0
 NUMA_WORDS = ("auto", "all")  # values of --numa-node beside numbers
 REPLICA_PREFIX = "replica-"
 
+# Of a flag: a number, or as many as the load asks for.
+AUTO: Literal["auto"] = "auto"
+CountOrAuto = int | Literal["auto"]
 CLUSTER_FLAGS = ("replica_cpus", "nnodes", "max_replicas", "role_resources")
 PREFILL, DECODE = ROLES = ("prefill", "decode")
 SCALING_FLAGS = ("min_replicas", "target_ongoing_requests", "scale_down_after")
@@ -629,10 +632,11 @@ class ReplicaArgs:
         "choice of the replica of a request. cache-aware: by its cached prefix and by load",
         LOAD_BALANCE_METHODS,
     )
-    prefill_replicas: int = flag(
+    prefill_replicas: int | Literal["auto"] = flag(
         0,
         "as many of the --dp replicas compute long prompts, and hand each request with its KV pages"
-        " on to one of the others, which generate tokens: see docs/prefill-and-decode.md",
+        " on to one of the others, which generate tokens; auto: as many as the load asks for, none"
+        " at times: see docs/prefill-and-decode.md",
         unit="N",
     )
     role_resources: str = flag(
@@ -688,13 +692,15 @@ class ReplicaArgs:
         self._check_bounds()
 
     def _check_roles(self) -> None:
-        if not 0 <= self.prefill_replicas < self.dp:
+        number = self.prefill_replicas
+        if not isinstance(number, int):
+            self._check_roles_that_change()
+        elif not 0 <= number < self.dp:
             raise ConfigError(
-                f"prefill_replicas is {self.prefill_replicas} and dp is {self.dp}: at least one"
-                f" replica must be left for tokens; start with --dp {self.prefill_replicas + 1} or"
-                " more"
-                if self.prefill_replicas > 0
-                else f"prefill_replicas must be 0 or more (it is {self.prefill_replicas})"
+                f"prefill_replicas is {number} and dp is {self.dp}: at least one replica must be"
+                f" left for tokens; start with --dp {number + 1} or more"
+                if number > 0
+                else f"prefill_replicas must be 0 or more (it is {number})"
             )
         if self.has_roles and self.follows_load:
             raise ConfigError(
@@ -710,6 +716,17 @@ class ReplicaArgs:
         if self.role_resources and not self.has_roles:
             raise ConfigError("role_resources works with --prefill-replicas only")
 
+    def _check_roles_that_change(self) -> None:
+        if self.dp < 2:
+            raise ConfigError(
+                f"prefill_replicas is {AUTO} and dp is {self.dp}: start with --dp 2 or more"
+            )
+        if self.in_cluster:
+            raise ConfigError(
+                f"prefill_replicas {AUTO} works with replicas on this machine: leave --cluster out,"
+                " or give a number"
+            )
+
     def _check_bounds(self) -> None:
         low, high = self.num_at_least, self.num_slots
         if low > high:
@@ -723,12 +740,18 @@ class ReplicaArgs:
 
     @property
     def has_roles(self) -> bool:
-        """Whether some replicas compute prompts for the others."""
-        return self.prefill_replicas > 0
+        """Whether some replicas compute prompts for the others, or may do so."""
+        return self.max_prefill_replicas > 0
+
+    @property
+    def max_prefill_replicas(self) -> int:
+        """How many replicas compute prompts for the others, the first ones, or may do so."""
+        number = self.prefill_replicas
+        return number if isinstance(number, int) else self.dp - 1
 
     def computes_prompts(self, number: int) -> bool:
-        """Return whether a replica computes prompts for the others."""
-        return number < self.prefill_replicas
+        """Return whether a replica computes prompts for the others, or may do so."""
+        return number < self.max_prefill_replicas
 
     def role_of(self, number: int) -> str:
         """Return the role of a replica, one of ROLES; "" where replicas have none."""

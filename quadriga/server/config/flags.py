@@ -67,6 +67,31 @@ def value_type(annotation: Any) -> Any:
     return annotation
 
 
+def parser_of(annotation: Any) -> Any:
+    """Return what makes a flag's value of its text: of `int | Literal[WORD]` a word or a number."""
+    words = _words(annotation)
+    if not words:
+        return value_type(annotation)
+
+    def number_or_word(text: str) -> int | str:
+        return text if text in words else int(text)
+
+    return number_or_word
+
+
+def kind_name(annotation: Any) -> str:
+    """Return the name of the type of a flag's value; `int` where it may be a word, too."""
+    name: str = "int" if _words(annotation) else value_type(annotation).__name__
+    return name
+
+
+def _words(annotation: Any) -> tuple[str, ...]:
+    """Return the words of `int | Literal[WORD, ...]`; none of another annotation."""
+    parts = typing.get_args(annotation)
+    literals = [part for part in parts if typing.get_origin(part) is typing.Literal]
+    return tuple(word for literal in literals for word in typing.get_args(literal))
+
+
 def metavar(field: "dataclasses.Field[Any]") -> str:
     """Return the word for a flag's value in the help: its unit, or its type's word."""
     unit: str = field.metadata["unit"]

@@ -32,6 +32,7 @@ from quadriga.server.config.flags import (
     flag_name,
     metavar,
     missing_flag_advice,
+    parser_of,
     value_type,
 )
 from quadriga.server.config.frontend_args import (
@@ -418,7 +419,7 @@ def _add_flag(section: Any, field: "dataclasses.Field[Any]", repeatable: bool) -
     if field.type is bool:
         keywords["action"] = "store_true"
     else:
-        keywords["type"] = value_type(field.type)
+        keywords["type"] = parser_of(field.type)
         if repeatable:
             keywords["action"] = "append"
         if data["choices"]:

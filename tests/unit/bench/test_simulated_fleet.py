@@ -9,7 +9,7 @@ import pytest
 from bench.simulate import __main__ as command
 from cluster_proc.scaling import Scaling, ScalingLimits
 from quadriga.errors import ConfigError
-from quadriga.server.config.engine_args import BY_CACHE
+from quadriga.server.config.engine_args import AUTO, BY_CACHE
 from quadriga.server.config.server_config import ServerConfig
 from simulator import cost_model
 from simulator.fleet import Loss
@@ -79,6 +79,23 @@ def test_no_token_is_lost_or_doubled_where_replicas_with_roles_are_lost(num_pref
     found = run(world, sent)
     assert found.fleet is not None and found.fleet.num_lost == 3
     assert world.fleet.counts.num_handed_over > 0
+
+
+def test_roles_follow_the_load_and_no_token_is_lost_or_doubled() -> None:
+    world = world_of(4, prefill_replicas=AUTO)
+    long = [request(at=n / 10, prompt=200, output=30, segment=n) for n in range(600)]
+    later = [request(at=60 + n / 4, output=8, segment=1000 + n) for n in range(300)]
+    run(world, [*long, *later])
+    counts = world.fleet.counts
+    assert counts.num_handed_over > 50 and 2 <= counts.num_role_changes <= 6
+    assert world.dispatcher is not None and world.dispatcher.router.num_prefill == 0
+
+
+def test_pages_that_move_slowly_stay_where_they_are() -> None:
+    world = world_of(4, prefill_replicas=AUTO, copy_share=100.0)
+    run(world, [request(at=n / 10, prompt=200, output=30, segment=n) for n in range(600)])
+    assert world.dispatcher is not None and world.dispatcher.router.num_prefill == 0
+    assert world.fleet.counts.num_role_changes <= 2
 
 
 def test_requests_wait_for_a_replica_where_there_is_none() -> None:

@@ -71,6 +71,8 @@ def whole_info() -> dict[str, Any]:
         "requests_moved": 1,
         "results_dropped": 1,
         "requests_handed_over": 1,
+        "prefill_replicas": 1,
+        "role_changes": 1,
     }
 
 

@@ -171,6 +171,8 @@ def test_a_request_that_has_tokens_goes_on_where_these_are_generated() -> None:
             "--disable-radix-cache",
         ),
         ({"dp": 2, "prefill_replicas": 1, "tp": 2}, "--tp 2"),
+        ({"prefill_replicas": "auto"}, "start with --dp 2 or more"),
+        ({"dp": 2, "prefill_replicas": "auto", "cluster": "ray"}, "leave --cluster out"),
     ],
 )  # fmt: skip
 def test_roles_that_cannot_work_are_refused(flags: dict[str, object], said: str) -> None:
