@@ -128,9 +128,11 @@ def directories(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Pat
 class Steps:
     """An engine, whose steps are recorded."""
 
-    def __init__(self, directory: Path, case: Case, packed: bool = False) -> None:
-        self._case = case
-        self._num_pages = NUM_SLOTS * CONTEXT // case.page_size
+    def __init__(
+        self, directory: Path, case: Case, packed: bool = False, context: int = CONTEXT
+    ) -> None:
+        self._case, self._context = case, context
+        self._num_pages = NUM_SLOTS * context // case.page_size
         numbers = (self._num_pages, case.page_size, case.dtype, 1, case.bits, case.int8_pages)
         files = resolve_model(ModelArgs(model=str(directory)))
         model = load_model(files, case.dtype, CPU, packed)
@@ -141,7 +143,7 @@ class Steps:
         self._native._step.threads = threads
         engine = Recording(self._native)
         pages, size = self._num_pages, self._case.page_size
-        table = SlotTable(NUM_SLOTS, CONTEXT, pages, size, CPU)
+        table = SlotTable(NUM_SLOTS, self._context, pages, size, CPU)
         return Driver(Runner(engine, table, self._case.dtype), seed), engine
 
     def alone(self, prompt: list[int], chunk: int, threads: int) -> Bits:
@@ -200,6 +202,54 @@ def check_equal(steps: Steps) -> None:
         bits = {at: engine.of(again)[at] for at in (LONG + 2, LONG + 3, LONG + 4)}
         assert bits == {at: expected[0][at] for at in bits}
         driver.release(again)
+
+    check_branches(steps, prompts[0], [(LONG, 576)] * 4, threads=2)
+
+
+def check_branches(
+    steps: Steps, trunk: list[int], branches: list[tuple[int, int]], threads: int
+) -> None:
+    """Compare requests that go on from a request's pages together with each of them alone.
+
+    Rows that have the same first pages read them together in a decode step.
+
+    Args:
+        steps: the engine.
+        trunk: tokens of the request.
+        branches: how many tokens each has, and how many of these are the request's, in its pages.
+        threads: of the engine while they are together.
+    """
+    others = prompts_of([length - shared for length, shared in branches], seed=8)
+    prompts = [trunk[:shared] + other for (_, shared), other in zip(branches, others, strict=True)]
+    expected = [steps.alone(prompt, 10**6, threads=1) for prompt in prompts]
+    driver, engine = steps.driver(threads, seed=3)
+    source = driver.add(trunk)
+    driver.generate([source], 1)
+    requests = [
+        driver.add(prompt, like=source, shared=shared)
+        for prompt, (_, shared) in zip(prompts, branches, strict=True)
+    ]
+    driver.generate([source, *requests], NUM_TOKENS)
+    assert [engine.of(request) for request in requests] == expected
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+@pytest.mark.parametrize("name", ["float32, pages of 4", "bfloat16", "bfloat16, 8-bit pages"])
+def test_logits_are_equal_of_rows_that_share_parts_of_their_contexts(
+    tmp_path: Path, name: str, threads: int
+) -> None:
+    """A tree: some rows share two parts of 512 keys, and with others the first one."""
+    context = 1300
+    steps = Steps(
+        tiny_llama(tmp_path, max_position_embeddings=context), CASES[name], False, context
+    )
+    (tokens,) = prompts_of([1100], seed=1)
+    branches = [(length, 1024) for length in range(1030, 1064)]
+    branches += [(580, 576), (600, 576), (1020, 576), (1090, 576)]
+    branches += [(513, 512), (530, 480), (1090, 0)]
+    check_branches(steps, tokens, branches, threads)
+    # All have two whole parts, and the same first one.
+    check_branches(steps, tokens, [(1090, 1024 if i < 3 else 576) for i in range(6)], threads)
 
 
 @pytest.mark.parametrize("gated", [False, True])

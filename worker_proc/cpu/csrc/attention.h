@@ -78,7 +78,9 @@ struct Attend {
         const Item& item = item_of(i);
         long kv_head = i % program.kv_heads;
         auto compute = [&]() INLINED {
-            if (!attend(item, kv_head, next, false, s)) attend_to_seen(item, kv_head, s);
+            // Queries of several rows see all keys of their item.
+            if (!attend(item, kv_head, next, false, s) && item.sharer < 0)
+                attend_to_seen(item, kv_head, s);
         };
         if (PREFETCHES_SLOWLY && item.count == 1)
             s.pace.measure((item.key_end - item.key_begin) / KEY_BLOCK, compute);
@@ -134,7 +136,7 @@ struct Attend {
         const Passed* from = (const Passed*)step.buffers[op.input];
         for (long q = 0; q < item.count; q++)
             memcpy(s.queries + q * group_size * program.padded_dim,
-                   from + (item.token + q) * step.strides[op.input] +
+                   from + work.token_of(item, q) * step.strides[op.input] +
                        kv_head * group_size * program.padded_dim,
                    group_size * program.padded_dim * sizeof(Passed));
     }
@@ -239,7 +241,7 @@ struct Attend {
     // read the same keys.
     void prefetch_half(const Item& item, const KeyBlock& after, Half half, int from, int to,
                        const Scratch<E>& s) const {
-        if (item.count > 1) return;
+        if (item.count > 1 && !item.reads_first) return;
         long bytes = pages.panel_bytes() / 2;
         for (int p = from; p < std::min(to, after.count); p++) {
             // A panel in 8 bits is read more slowly than memory gives it, as it is widened.
@@ -339,7 +341,7 @@ struct Attend {
         long group_size = program.heads / program.kv_heads;
         for (long r = 0; r < rows; r++) {
             long head = kv_head * group_size + r % group_size;
-            long distance = block.key - (item.position + r / group_size);
+            long distance = block.key - work.position_of(item, r / group_size);
             const float* biases = op.position_bias + head * op.bias_stride + distance;
             for (int i = 0; i < block.count; i++) {
                 float* scores = s.scores + r * KEY_BLOCK + i * LANES;
@@ -441,9 +443,10 @@ struct Attend {
     bool store_part(const Item& item, long kv_head, long part, Scratch<E>& s) const {
         long group_size = program.heads / program.kv_heads, dim = program.padded_dim;
         Floats zeros = {};
-        for (long r = 0; r < group_size; r++) {
-            float* to = step.parts + (item.part + part) * AttentionWork::part_floats(program) +
-                        (kv_head * group_size + r) * (dim + 2);
+        for (long r = 0; r < item.count * group_size; r++) {
+            long number = work.part_of(item, r / group_size, part);
+            float* to = step.parts + number * AttentionWork::part_floats(program) +
+                        (kv_head * group_size + r % group_size) * (dim + 2);
             to[0] = s.max_score[r], to[1] = sum(s.total[r]);
             memcpy(to + 2, s.sums + r * dim, dim * sizeof(float));
             for (long d = 0; d < dim; d += LANES) zeros += zeros_of(load<Floats>(to + 2 + d));
