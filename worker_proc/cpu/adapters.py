@@ -10,7 +10,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from quadriga.errors import ModelError
 from worker_proc.adapters.change import Adapter, LinearChange, Part
 from worker_proc.cpu.memory import allocate_apart
 from worker_proc.cpu.program import LANES, AdapterPlace, UpRun
@@ -78,20 +77,11 @@ def pack_adapter(
 
     Args:
         adapter: the adapter.
-        matrices: those that the kernels can change, by their numbers.
+        matrices: those that adapters can change, by their numbers.
         embedding: the number of the table of embeddings.
         num_places: matrices of the model.
         dtype: of the panels.
-
-    Raises:
-        ModelError: the adapter changes another matrix.
     """
-    if others := sorted(adapter.changes.keys() - matrices.keys()):
-        raise ModelError(
-            f"the adapter changes the matrices of experts ({len(others)} of them), which the native"
-            " kernels do not do: take an adapter without them, or start with --attention-backend"
-            " torch"
-        )
     packer = _Packer(num_places, dtype)
     for number, change in adapter.changes.items():
         packer.add(number, matrices[number], change)

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from quadriga.errors import ModelError
 from worker_proc.cpu.adapters import ChangeableMatrix
@@ -42,6 +42,7 @@ EXPERT_BUFFERS = (
     Buffer.EXPERT_QUANTIZED,
     Buffer.EXPERT_INNER,
     Buffer.EXPERT_OUTPUT,
+    Buffer.ADAPTED,
 )
 QUANTIZED_GROUP_BYTES = GROUP_SIZE + 12  # the codes of a group of inputs, a scale and two sums
 
@@ -165,13 +166,17 @@ class Recorder(Ops[Buffer]):
             self._add(kind, scores, scores, len(gate_up))
             self.ops[-1].expert_count = len(gate_up)
             self.ops[-1].renormalize = experts.renormalize
-        gathered = self._gather(self._not_residual(x), hidden_size, gate_up[0])
+        x = self._not_residual(x)
+        place = self._adapt_experts(experts.gate_up, x, gated=True)
+        gathered = self._gather(x, hidden_size, gate_up[0])
         inner = self._by_expert(OpKind.MATMUL_GATE, gathered, Buffer.EXPERT_INNER, gate_up)
-        self.ops[-1].activation = ACTIVATIONS.index(experts.activation)
+        self.ops[-1].activation, self.ops[-1].place = ACTIVATIONS.index(experts.activation), place
+        place = self._adapt_experts(experts.down, inner)
         if down[0].format != Format.DENSE:
             inner = self._add(OpKind.QUANTIZE, inner, Buffer.EXPERT_QUANTIZED, down[0].depth)
             self.ops[-1].by_expert = True
         outputs = self._by_expert(OpKind.MATMUL, inner, Buffer.EXPERT_OUTPUT, down)
+        self.ops[-1].place = place
         self._add(OpKind.ADD_EXPERTS, outputs, residual, hidden_size)
         self.ops[-1].scale = scale
         for op in self.ops[begin:]:
@@ -250,6 +255,19 @@ class Recorder(Ops[Buffer]):
         self._add(OpKind.GATHER, x, output, width)
         self.ops[-1].by_expert = True
         return output
+
+    def _adapt_experts(self, projections: nn.ModuleList, x: Buffer, gated: bool = False) -> int:
+        """Compute what adapters multiply for each expert's rows; return the first one's place."""
+        numbers = []
+        for projection in projections:
+            assert isinstance(projection, Linear)
+            number, outputs, inputs = self._places[projection]
+            self.changeable[number] = ChangeableMatrix(inputs, outputs, gated)
+            numbers.append(number)
+        assert numbers == list(range(numbers[0], numbers[0] + len(numbers)))
+        self._add(OpKind.ADAPT, x, Buffer.ADAPTED, inputs)
+        self.ops[-1].place, self.ops[-1].by_expert = numbers[0], True
+        return numbers[0]
 
     def _by_expert(
         self, kind: OpKind, x: Buffer, output: Buffer, matrices: "ctypes.Array[Matrix]"

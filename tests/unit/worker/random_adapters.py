@@ -22,6 +22,7 @@ def random_adapter(
     shift: bool = False,
     head: bool = False,
     embedding: bool = False,
+    experts: bool = False,
 ) -> Adapter:
     """Change the projections of a model, each part of a fused one by a product of its own.
 
@@ -34,6 +35,7 @@ def random_adapter(
         shift: add to the results.
         head: change the whole head.
         embedding: change the table of embeddings.
+        experts: change their matrices, too.
     """
     generator = torch.Generator().manual_seed(seed)
 
@@ -43,13 +45,13 @@ def random_adapter(
     matrices, changes = model.matrices(), dict[int, LinearChange]()
     of_experts = {
         linear
-        for experts in model.modules()
-        if isinstance(experts, Experts)
-        for linear in (*experts.gate_up, *experts.down)
+        for layer in model.modules()
+        if isinstance(layer, Experts)
+        for linear in (*layer.gate_up, *layer.down)
     }
     by_matrix: dict[int, list[StoredRows]] = {}
     for name, rows in model.checkpoint_rows().items():
-        is_linear = isinstance(rows.matrix, Linear) and rows.matrix not in of_experts
+        is_linear = isinstance(rows.matrix, Linear) and (experts or rows.matrix not in of_experts)
         if is_linear and wanted(name) and not (head and rows.matrix is model.lm_head):
             by_matrix.setdefault(matrices.index(rows.matrix), []).append(rows)
     for number, parts in by_matrix.items():

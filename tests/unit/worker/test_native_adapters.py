@@ -65,18 +65,18 @@ RANKS = (4, 8, 16, 5, 64, 1, 32, 256)
 
 
 def adapters_of(directory: Path) -> list[Adapter]:
-    """Return eight adapters: of some projections and all, with gains, a head and embeddings."""
+    """Return eight adapters, of some projections and of all: gains, heads, embeddings, experts."""
     model = load_on_cpu(directory)
     assert isinstance(model, Decoder)
     kinds: list[dict[str, Any]] = [
-        {},
+        {"experts": True},
         {"wanted": lambda name: "q_proj" in name or "v_proj" in name or "attn" in name},
         {"shift": True},
         {"gain": True},
-        {"gain": True, "shift": True},
-        {"head": True},
+        {"gain": True, "shift": True, "experts": True},
+        {"head": True, "experts": True},
         {"embedding": True},
-        {"head": True, "embedding": True, "gain": True},
+        {"head": True, "embedding": True, "gain": True, "experts": True},
     ]
     return [
         random_adapter(model, rank, seed, **kind)
@@ -173,18 +173,6 @@ def test_drafts_of_the_model_itself_change_no_answer_of_an_adapter(
     (expected, num_steps), (got, num_drafting_steps) = answers
     assert got == expected
     assert num_drafting_steps < num_steps
-
-
-def test_changes_of_the_matrices_of_experts_are_refused(tmp_path: Path) -> None:
-    directory = tiny_mixtral(tmp_path)
-    model, engine = load_on_cpu(directory), native(directory, torch.float32, 16)
-    assert isinstance(model, Decoder)
-    down = next(module for module in model.modules() if isinstance(module, Experts)).down[0]
-    assert isinstance(down, Linear)
-    number = model.matrices().index(down)
-    change = next(iter(random_adapter(model, 4, 0).changes.values()))
-    with pytest.raises(ModelError, match=r"experts \(1 of them\).* --attention-backend torch"):
-        engine.set_adapter(0, Adapter({number: change}))
 
 
 class Recording(Engine):

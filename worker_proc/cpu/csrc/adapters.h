@@ -8,6 +8,7 @@
 #pragma once
 
 #include <algorithm>
+#include <span>
 #include <vector>
 
 #include "dense.h"
@@ -22,15 +23,18 @@ inline long adapter_of(const Program& program, const Step& step, long slot) {
     return is_there ? adapter : NO_ADAPTER;
 }
 
-// Rows `begin` to `end` of AdapterRows, which have the same adapter.
+// Rows `begin` to `end` of AdapterRows, which have the same adapter and are multiplied by the same
+// matrix: 0, or the expert that computes them.
 struct AdapterTile {
-    long adapter, begin, end;
+    long adapter, matrix, begin, end;
 };
 
-// The rows of an operation that have an adapter, those with the same one side by side.
+// The rows of an operation that have an adapter, those with the same one and matrix side by side.
 struct AdapterRows {
     std::vector<int32_t> rows;  // of each adapter in order
     std::vector<AdapterTile> tiles;
+
+    AdapterRows() = default;
 
     // adapters: [rows of the operation], NO_ADAPTER or below `adapter_count`.
     AdapterRows(const std::vector<int32_t>& adapters, long adapter_count, long tile_rows) {
@@ -38,14 +42,19 @@ struct AdapterRows {
         for (int32_t adapter : adapters) ends[adapter + 1]++;
         ends[0] = 0;  // the rows without one
         for (long i = 0; i < adapter_count; i++) {
-            long begin = ends[i], count = ends[i + 1], tiles_of = (count + tile_rows - 1) / tile_rows;
-            for (long t = 0; t < tiles_of; t++)
-                tiles.push_back({i, begin + t * count / tiles_of, begin + (t + 1) * count / tiles_of});
-            ends[i + 1] += begin;
+            add_tiles(i, 0, ends[i], ends[i + 1], tile_rows);
+            ends[i + 1] += ends[i];
         }
         rows.resize(ends[adapter_count]);
         for (long row = 0; row < long(adapters.size()); row++)
             if (adapters[row] != NO_ADAPTER) rows[ends[adapters[row]]++] = int32_t(row);
+    }
+
+    // Cuts `count` rows from `begin` on into tiles of nearly equal size.
+    void add_tiles(long adapter, long matrix, long begin, long count, long tile_rows) {
+        long size = (count + tile_rows - 1) / tile_rows;
+        for (long t = 0; t < size; t++)
+            tiles.push_back({adapter, matrix, begin + t * count / size, begin + (t + 1) * count / size});
     }
 };
 
@@ -71,7 +80,7 @@ struct alignas(64) ChangedTiles {
         rows = &all, place = op.place;
         tiles.clear();
         for (const AdapterTile& tile : all.tiles) {
-            const AdapterPlace* changed = program.adapters[tile.adapter] + place;
+            const AdapterPlace* changed = program.adapters[tile.adapter] + place + tile.matrix;
             if (changed->changes)
                 tiles.push_back({changed, all.rows.data() + tile.begin, tile.begin,
                                  int(tile.end - tile.begin)});
@@ -113,14 +122,17 @@ void gather_tile(uint32_t* to, long to_stride, const uint32_t* x, long stride, c
     }
 }
 
-// Computes t of the rows with adapters.
+// Computes t of the rows with adapters. tokens: the row of the input for each row of the operation, or
+// null: they are the same.
 template <class E>
 class Adapt {
     typedef typename E::Passed Passed;
 
   public:
-    Adapt(const Op& op, const Step& step, const std::vector<ChangedTile>& tiles)
+    Adapt(const Op& op, const Step& step, const std::vector<ChangedTile>& tiles,
+          const int32_t* tokens)
         : tiles(tiles),
+          tokens(tokens),
           x((const uint32_t*)step.buffers[op.input]),
           stride(step.strides[op.input] * long(sizeof(Passed)) / 4),
           depth((op.width + E::PACK - 1) / E::PACK),
@@ -148,8 +160,8 @@ class Adapt {
         current = current.to(i, tiles);
         const ChangedTile& tile = tiles[current.tile];
         if (!tile.place->down)
-            return gather_tile<E>(adapted.tile(tile), adapted.stride, x, stride, tile.rows, tile.count,
-                                  depth * E::TERMS);
+            return gather_tile<E>(adapted.tile(tile), adapted.stride, x, stride, input_rows(tile),
+                                  tile.count, depth * E::TERMS);
         Prefetch prefetch;
         if (next >= 0) {
             Piece after = current.to(next, tiles);
@@ -195,6 +207,8 @@ class Adapt {
     };
 
     const std::vector<ChangedTile>& tiles;
+    const int32_t* const tokens;
+    int32_t tokens_of_tile[UnitProducts<E>::ROWS];
     const uint32_t* const x;
     const long stride, depth;
     const Adapted<E> adapted;
@@ -203,19 +217,26 @@ class Adapt {
 
     long panel_units() const { return depth * LANES; }
 
-    // Returns the rows of a tile: where they are if they are evenly spaced, else a copy.
+    // Returns the rows of a tile in the input, until the next call.
+    const int32_t* input_rows(const ChangedTile& tile) {
+        if (!tokens) return tile.rows;
+        for (int r = 0; r < tile.count; r++) tokens_of_tile[r] = tokens[tile.rows[r]];
+        return tokens_of_tile;
+    }
+
+    // Returns the inputs of a tile: where they are if they are evenly spaced, else a copy.
     Inputs inputs_of(const ChangedTile& tile) {
         static thread_local std::vector<uint32_t> copy;
-        long apart = tile.count > 1 ? tile.rows[1] - tile.rows[0] : 1;
+        const int32_t* rows = input_rows(tile);
+        long apart = tile.count > 1 ? rows[1] - rows[0] : 1;
         bool is_even = !E::PACKED || tile.count == 1;
-        for (int r = 1; is_even && r < tile.count; r++)
-            is_even = tile.rows[r] - tile.rows[r - 1] == apart;
-        if (is_even) return {x + tile.rows[0] * stride, apart * stride};
+        for (int r = 1; is_even && r < tile.count; r++) is_even = rows[r] - rows[r - 1] == apart;
+        if (is_even) return {x + rows[0] * stride, apart * stride};
         long words = depth * E::TERMS;
         if (gathered != &tile) {
             gathered = &tile;
             copy.resize(UnitProducts<E>::ROWS * words);
-            gather_tile<E>(copy.data(), words, x, stride, tile.rows, tile.count, words);
+            gather_tile<E>(copy.data(), words, x, stride, rows, tile.count, words);
         }
         return {copy.data(), words};
     }
@@ -281,8 +302,7 @@ UpProduct choose_up_product(int rows, std::integer_sequence<int, ROWS...>) {
 template <class E>
 class Additions {
   public:
-    Additions(const Step& step, const std::vector<ChangedTile>& tiles)
-        : tiles(tiles), adapted(step) {}
+    Additions(const Step& step, std::span<const ChangedTile> tiles) : tiles(tiles), adapted(step) {}
 
     bool empty() const { return tiles.empty(); }
 
@@ -325,7 +345,7 @@ class Additions {
     }
 
   private:
-    const std::vector<ChangedTile>& tiles;
+    const std::span<const ChangedTile> tiles;
     const Adapted<E> adapted;
 
     static UpPanel find(const AdapterPlace& place, long panel) {

@@ -5,6 +5,7 @@
 #include <cmath>
 #include <cstring>
 #include <optional>
+#include <span>
 #include <vector>
 
 #include "matmul.h"
@@ -23,6 +24,7 @@ struct ExpertRows {
     std::vector<int32_t> rows;        // [tokens][num_chosen] rows by expert
     std::vector<int32_t> tokens;      // [rows by expert]
     std::vector<ExpertGroup> groups;  // of the experts that a token has chosen
+    AdapterRows adapted;              // the rows by expert that have adapters
 
     void reserve(long count) {
         for (auto* values : {&chosen, &rows, &tokens}) values->resize(count);
@@ -75,6 +77,35 @@ inline void sort_rows(const Op& op, long token_count, ExpertRows& all) {
     }
 }
 
+// Groups the rows by expert that have adapters, by expert and then by adapter; a single thread does so
+// for all. of_tokens: the tokens that have adapters.
+inline void group_adapted(const Op& op, const AdapterRows& of_tokens, long tile_rows,
+                          ExpertRows& all) {
+    std::vector<long> next(op.expert_count + 1);
+    for (long token : of_tokens.rows)
+        for (long i = token * op.num_chosen; i < (token + 1) * op.num_chosen; i++)
+            next[all.chosen[i] + 1]++;
+    for (long expert = 0; expert < op.expert_count; expert++) next[expert + 1] += next[expert];
+    AdapterRows& adapted = all.adapted;
+    adapted.tiles.clear();
+    adapted.rows.resize(next[op.expert_count]);
+    std::vector<int32_t> adapters(adapted.rows.size());  // [rows]
+    for (const AdapterTile& tile : of_tokens.tiles)
+        for (long t = tile.begin; t < tile.end; t++)
+            for (long i = 0; i < op.num_chosen; i++) {
+                long pair = of_tokens.rows[t] * op.num_chosen + i, to = next[all.chosen[pair]]++;
+                adapted.rows[to] = all.rows[pair];
+                adapters[to] = int32_t(tile.adapter);
+            }
+    for (long expert = 0, begin = 0; expert < op.expert_count; expert++)
+        for (long end; begin < next[expert]; begin = end) {
+            end = std::find_if(adapters.begin() + begin, adapters.begin() + next[expert],
+                               [&](int32_t other) { return other != adapters[begin]; }) -
+                  adapters.begin();
+            adapted.add_tiles(adapters[begin], expert, begin, end - begin, tile_rows);
+        }
+}
+
 // Copies the inputs of a row by expert.
 template <class E>
 void gather(const Step& step, const Op& op, long row, const ExpertRows& all) {
@@ -99,12 +130,13 @@ inline void add_experts(const Step& step, const Op& op, long token, const Expert
 }
 
 // The products of all groups of rows, each with the matrix of its expert. Pieces of one expert come
-// before those of the next one.
+// before those of the next one. changed: by adapters.
 template <class E>
 class ExpertMatmul {
   public:
-    ExpertMatmul(const Op& op, const Step& step, const ExpertRows& all)
-        : op(op), step(step), all(all) {
+    ExpertMatmul(const Op& op, const Step& step, const ExpertRows& all,
+                 std::span<const ChangedTile> changed = {})
+        : op(op), step(step), all(all), changed(changed) {
         ends.reserve(all.groups.size());
         for (long group = 0; group < long(all.groups.size()); group++)
             ends.push_back(count() + of(group).pieces.count());
@@ -123,7 +155,8 @@ class ExpertMatmul {
     void piece(long i, long next) {
         if (!matmul || i >= ends[current]) {
             current = group_of(i, current);
-            matmul.emplace(of(current));
+            additions.emplace(step, changed_of(all.groups[current]));
+            matmul.emplace(of(current, additions->empty() ? nullptr : &*additions));
         }
         NextPanels after;
         if (next >= 0) {
@@ -138,18 +171,31 @@ class ExpertMatmul {
     const Op& op;
     const Step& step;
     const ExpertRows& all;
+    std::span<const ChangedTile> changed;  // from the current group on
     std::vector<long> ends;  // [groups] number of pieces up to the group's end
     long current = 0;
-    std::optional<Matmul<E>> matmul;  // of the current group
+    std::optional<Additions<E>> additions;  // of the current group
+    std::optional<Matmul<E>> matmul;        // likewise
 
     long begin(long group) const { return group ? ends[group - 1] : 0; }
     long group_of(long piece, long group) const {
         while (piece >= ends[group]) group++;
         return group;
     }
-    Matmul<E> of(long group) const {
+    Matmul<E> of(long group, const Additions<E>* additions = nullptr) const {
         const ExpertGroup& rows = all.groups[group];
         return Matmul<E>(op, op.experts[rows.expert], step, rows.end - rows.begin, nullptr,
-                         rows.begin);
+                         rows.begin, additions);
+    }
+
+    // Returns the changed tiles of a group, and drops those before them.
+    std::span<const ChangedTile> changed_of(const ExpertGroup& rows) {
+        auto before = [&](long row) {
+            return std::find_if(changed.begin(), changed.end(),
+                                [&](const ChangedTile& tile) { return tile.rows[0] >= row; }) -
+                   changed.begin();
+        };
+        changed = changed.subspan(before(rows.begin));
+        return changed.first(before(rows.end));
     }
 };

@@ -128,7 +128,7 @@ struct Matmul {
             if (!additions) finish_rows(sums, row, end, panel, panels);
         }
         if (!additions) return;
-        additions->add(of_block, begin, begin + count, panel, panels);
+        additions->add(of_block, first_row + begin, first_row + begin + count, panel, panels);
         finish_rows(of_block, begin, begin + count, panel, panels);
     }
 

@@ -116,7 +116,8 @@ struct Op {
     int64_t num_chosen;     // experts of a token
     int64_t renormalize;    // ROUTE: not 0: the weights of a token's experts add up to 1
     int64_t by_expert;      // not 0: there is a row for each chosen expert of each token, see experts.h
-    int64_t place;          // of the matrix in adapters; -1: no adapter changes it
+    int64_t place;          // of the matrix in adapters, or of the first expert's; those of the
+                            // others follow; -1: no adapter changes it
 };
 
 struct Program {

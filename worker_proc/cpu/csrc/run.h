@@ -176,9 +176,19 @@ class Run {
                 grouped(step.sampled_count, [&](long i) { return step.sampled[i]; }));
     }
 
+    const AdapterRows& tokens_with_adapters(const Op& op) const {
+        return op.sampled && sampled_adapter_rows ? *sampled_adapter_rows : *adapter_rows;
+    }
+
     const std::vector<ChangedTile>& changed_by(const Op& op, int id) {
-        bool is_sampled = op.sampled && sampled_adapter_rows;
-        return changed[id].of(program, op, is_sampled ? *sampled_adapter_rows : *adapter_rows);
+        return changed[id].of(program, op,
+                              op.by_expert ? expert_rows.adapted : tokens_with_adapters(op));
+    }
+
+    Adapt<E> adapt_of(const Op& op, int id) {
+        bool is_by_token = op.by_expert && op.input != EXPERT_INNER;
+        return Adapt<E>(op, step, changed_by(op, id),
+                        is_by_token ? expert_rows.tokens.data() : nullptr);
     }
 
     // Whether an adapter of the step changes the product of an operation.
@@ -187,11 +197,11 @@ class Run {
     }
 
     // Whether the next operation needs nothing of operation i: ADAPT reads what the one after it
-    // rounds or reorders.
+    // rounds, reorders or copies.
     bool is_read_later(long i) const {
         if (program.ops[i].kind != ADAPT) return false;
         int64_t next = program.ops[i + 1].kind;
-        return next == QUANTIZE || next == ARRANGE;
+        return next == QUANTIZE || next == ARRANGE || next == GATHER;
     }
 
     static Scratch<E>& scratch_of_thread() {
@@ -235,7 +245,7 @@ class Run {
     // The experts' first reads are known when the rows are grouped: what waits for GATHER prefetches
     // them.
     bool is_memory_bound(const Op& op) const {
-        if (op.kind == ADAPT) return adapter_rows != nullptr;
+        if (op.kind == ADAPT) return adapter_rows != nullptr && !op.by_expert;
         return op.kind == ATTEND || op.kind == GATHER || is_product(op);
     }
     static bool is_product(const Op& op) { return op.kind >= MATMUL && op.kind <= MATMUL_ARGMAX; }
@@ -245,7 +255,7 @@ class Run {
         PrefetchQueue queue;
         if (op.kind == GATHER) return queue;
         if (op.kind == ADAPT) {
-            Adapt<E> adapt(op, step, changed_by(op, id));
+            Adapt<E> adapt = adapt_of(op, id);
             adapt.add_first_reads(Schedule(adapt.count(), threads).first_piece(id), queue);
             return queue;
         }
@@ -290,7 +300,7 @@ class Run {
         case ARRANGE:
             return each_row(op, next, id, [&](long token) { arrange_token<E>(step, op, token); });
         case ADAPT: {
-            Adapt<E> adapt(op, step, changed_by(op, id));
+            Adapt<E> adapt = adapt_of(op, id);
             return distribute(next, id, adapt.count(),
                               [&](long i, long after) { adapt.piece(i, after); });
         }
@@ -313,7 +323,10 @@ class Run {
         case ROUTE:
             return each_row(op, next, id, [&](long token) { route(step, op, token, expert_rows); });
         case SORT_ROWS:
-            if (id == 0) sort_rows(op, tokens_of(op), expert_rows);
+            if (id != 0) return;
+            sort_rows(op, tokens_of(op), expert_rows);
+            if (adapter_rows)
+                group_adapted(op, tokens_with_adapters(op), UnitProducts<E>::ROWS, expert_rows);
             return;
         case GATHER:
             return each_row(op, next, id, [&](long row) { gather<E>(step, op, row, expert_rows); });
@@ -326,7 +339,9 @@ class Run {
             [[fallthrough]];
         default:
             if (op.experts) {
-                ExpertMatmul<E> matmul(op, step, expert_rows);
+                std::span<const ChangedTile> changed_here;
+                if (is_changed(op, id)) changed_here = changed_by(op, id);
+                ExpertMatmul<E> matmul(op, step, expert_rows, changed_here);
                 return distribute(next, id, matmul.count(),
                                   [&](long i, long after) { matmul.piece(i, after); });
             }
