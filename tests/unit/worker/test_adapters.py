@@ -103,6 +103,10 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
+# One of every family with experts.
+EXPERT_KINDS = ["experts", "one weight of experts", "interleaved experts", "stacked experts"]
+
+
 @pytest.mark.parametrize("family", MODELS)
 def test_adapters_of_every_family_beside_each_other_and_the_base(
     family: str, tmp_path: Path
@@ -120,6 +124,20 @@ def test_kinds_of_adapters(kind: str, tmp_path: Path) -> None:
     directory = MODELS[family](tmp_path / "model")
     adapter = make_adapter(directory, tmp_path / "adapter", **changes)
     check_adapted(torch_runner(files_of(directory), [adapter]), directory, [adapter])
+
+
+@pytest.mark.parametrize("kind", EXPERT_KINDS)
+def test_native_kernels_compute_adapters_of_experts(kind: str, tmp_path: Path) -> None:
+    family, changes = KINDS[kind]
+    directory = MODELS[family](tmp_path / "model")
+    adapters = [
+        make_adapter(directory, tmp_path / str(rank), seed=rank, rank=rank, **changes)
+        for rank in (4, 18)
+    ]
+    runner = runner_of(directory, attention_backend="native")
+    for index, path in enumerate(adapters):
+        runner.engine.set_adapter(index, load_adapter(directory, path))
+    check_adapted(runner, directory, adapters)
 
 
 def test_eight_ranks_and_the_base_in_one_batch(tmp_path: Path) -> None:
