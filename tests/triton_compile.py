@@ -236,26 +236,39 @@ def other_kernels(capability: int) -> Iterator[Compiled]:
 
 
 def adapter_kernels() -> Iterator[Compiled]:
-    tables = dict.fromkeys(("table", "order", "blocks", "slots", "positions"), IDS)
+    tables = dict.fromkeys(("table", "order", "blocks", "slots", "positions", "adapters"), IDS)
+    tables |= {"last_block": IDS, "pairs": "*i32", "chosen": "*i32", "num_pairs": "i32"}
+    yield Compiled("pairs with adapters", adapters._cut_pairs,
+                   {"CHOSEN": 8, "PAIRS": adapters.CUT_PAIRS, "BLOCK_ROWS": adapters.BLOCK_ROWS},
+                   tables)  # fmt: skip
     tables |= dict.fromkeys(("number", "num_matrices", "inputs", "outputs", "x_stride"), "i32")
     tables |= dict.fromkeys(("y_stride", "thin_stride", "split_stride", "known_stride"), "i32")
     tables |= {"thin": FLOATS, "scale": "fp32"}
     block = {"BLOCK_ROWS": adapters.BLOCK_ROWS}
-    for dtype, parts in product(DTYPES, (1, adapters.NUM_SPLITS)):
+    of_rows = {"CHOSEN": 1, "X_SORTED": False}
+    of_pairs = {"CHOSEN": 8, "X_SORTED": False}
+    splits = (1, adapters.NUM_SPLITS)
+    for dtype, parts, rows_are in product(DTYPES, splits, (of_pairs, of_rows)):
         types = tables | dict.fromkeys(("x", "y", "bias", "like"), dtype)
-        label = f"adapters, {dtype[1:]}, {parts} splits"
+        is_of_pairs = rows_are is of_pairs
+        types |= {"order": "*i32" if is_of_pairs else IDS}
+        label = f"adapters of {'pairs' if is_of_pairs else 'rows'}, {dtype[1:]}, {parts} splits"
         shrinking = {
-            **block, "BLOCK_RANKS": adapters.BLOCK_RANKS, "BLOCK_INPUTS": adapters.BLOCK_INPUTS,
-            "NUM_SPLITS": adapters.NUM_SPLITS, "SPLITS": adapters.NUM_SPLITS // parts,
+            **block, **rows_are, "BLOCK_RANKS": adapters.BLOCK_RANKS,
+            "BLOCK_INPUTS": adapters.BLOCK_INPUTS, "NUM_SPLITS": adapters.NUM_SPLITS,
+            "SPLITS": adapters.NUM_SPLITS // parts,
             "PROGRAMS": adapters.RANK_PROGRAMS,
         }  # fmt: skip
         yield Compiled(f"{label}: D x", adapters._shrink, shrinking, types,
                        {"num_stages": adapters.STAGES})  # fmt: skip
         expanding = {
-            **block, "BLOCK_OUTPUTS": adapters.TILE_OUTPUTS, "COLUMNS": adapters.UP_COLUMNS,
-            "SAVED_COLUMNS": adapters.SAVED_COLUMNS, "NUM_PARTS": parts, "HAS_BIAS": True,
+            **block, **rows_are, "Y_SORTED": is_of_pairs, "BLOCK_OUTPUTS": adapters.TILE_OUTPUTS,
+            "COLUMNS": adapters.UP_COLUMNS, "SAVED_COLUMNS": adapters.SAVED_COLUMNS,
+            "NUM_PARTS": parts, "HAS_BIAS": not is_of_pairs,
         }  # fmt: skip
         yield Compiled(f"{label}: U t", adapters._expand, expanding, types)
+        if is_of_pairs:
+            continue
         adding = {**block, "WIDTH": 768, "COLUMNS": adapters.EMBEDDING_COLUMNS}
         yield Compiled(f"{label}: embeddings", adapters._add_embedding, adding,
                        {**types, "known": "*i32", "out": FLOATS})  # fmt: skip
@@ -292,14 +305,16 @@ def few_rows_kernels(capability: int) -> Iterator[Compiled]:
 def routing_kernels() -> Iterator[Compiled]:
     types = dict.fromkeys(experts.ROUTED, "*i32") | {"weights": FLOATS}
     types |= {"tokens": "i32", "num_blocks": "i32"}
-    for num_experts, chosen, alone in product((8, 60, 128, 256), (1, 2, 4, 8), (True, False)):
+    types |= {"order": IDS}
+    sizes = product((8, 60, 128, 256), (1, 2, 4, 8), (True, False), (False, True))
+    for num_experts, chosen, alone, ordered in sizes:
         block_chosen = triton.next_power_of_2(chosen)
         shape = {
             "EXPERTS": num_experts, "CHOSEN": chosen, "BLOCK_CHOSEN": block_chosen,
             "TOKENS": experts.ROUTED_PAIRS // block_chosen, "BLOCK_ROWS": experts.BLOCK_ROWS,
-            "BLOCK_EXPERTS": max(16, triton.next_power_of_2(num_experts)),
+            "BLOCK_EXPERTS": max(16, triton.next_power_of_2(num_experts)), "HAS_ORDER": ordered,
         }  # fmt: skip
-        label = f"{chosen} of {num_experts} experts"
+        label = f"{chosen} of {num_experts} experts, ordered {ordered}"
         kinds = {"RENORMALIZE": True, "ALONE": alone}
         warps = {"num_warps": experts.ROUTING_WARPS}
         yield Compiled(f"{label}, alone {alone}", experts._route, shape | kinds, types, warps)

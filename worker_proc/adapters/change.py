@@ -62,6 +62,21 @@ class LinearChange:
         yield from (part.up for part in self.parts)
         yield from (t for t in (self.down, self.gain, self.shift) if t is not None)
 
+    def with_outputs(self, order: Tensor) -> "LinearChange":
+        """Return the change of the matrix with its rows in an order `[outputs]`."""
+        up = torch.zeros(len(order), max((part.ranks.stop for part in self.parts), default=0))
+        for part in self.parts:
+            up[part.rows, part.ranks] = part.up
+        parts = (Part(0, up[order]),) if self.parts else ()
+        gain, shift = (None if v is None else v[order] for v in (self.gain, self.shift))
+        return LinearChange(self.down, parts, gain, shift)
+
+    def with_inputs(self, order: Tensor) -> "LinearChange":
+        """Return the change of the matrix with its columns in an order `[inputs]`."""
+        if self.down is not None:
+            return replace(self, down=self.down[:, order])
+        return replace(self, parts=tuple(replace(p, up=p.up[:, order]) for p in self.parts))
+
     def to(self, device: torch.device) -> "LinearChange":
         """Return the change on a device."""
         return LinearChange(

@@ -13,10 +13,16 @@ from quadriga.errors import ModelError
 from quadriga.wire.worker import NO_ADAPTER
 from worker_proc.adapters.change import Adapter, AdapterLimits, LinearChange, no_room_for_adapter
 from worker_proc.gpu.kernels import adapters as kernels
-from worker_proc.gpu.kernels.adapters import BLOCK_ROWS, TILE_OUTPUTS, RowGroups
+from worker_proc.gpu.kernels.adapters import (
+    BLOCK_FIELDS,
+    BLOCK_ROWS,
+    TILE_OUTPUTS,
+    PairGroups,
+    RowGroups,
+)
 from worker_proc.models.attention import Ints
 from worker_proc.models.decoder import Decoder
-from worker_proc.models.layers import Embedding, Experts, Linear
+from worker_proc.models.layers import Embedding, Experts, Linear, gate_up_rows
 from worker_proc.models.transfer import send, send_all
 
 ALIGNMENT = 16  # elements; of what begins in an adapter's memory, and of the columns of U
@@ -117,6 +123,27 @@ class StepAdapters:
         number = self.numbers[matrix]
         kernels.adapt(x, y, bias, self.table, self.groups, number, self.max_ranks, self.is_split)
 
+    def of_pairs(self, pairs: Tensor, chosen: Tensor, num_experts: int) -> PairGroups:
+        """Return the pairs of a token and an expert whose tokens have adapters.
+
+        Args:
+            pairs: `[pairs]`, sorted by expert and then in the order of `groups`.
+            chosen: `[tokens, num_chosen]` the experts of each token.
+            num_experts: of the layer.
+        """
+        return kernels.group_pairs(
+            pairs, chosen, self.groups.adapters, num_experts, len(self.table)
+        )
+
+    def adapt_pairs(
+        self, projections: nn.ModuleList, x: Tensor, y: Tensor, groups: PairGroups, is_sorted: bool
+    ) -> None:
+        """Change the products of pairs in place, see `kernels.adapters.adapt`."""
+        kernels.adapt(
+            x, y, None, self.table, groups, self.numbers[projections[0]], self.max_ranks,
+            self.is_split and len(y) <= MAX_SPLIT_ROWS, is_sorted,
+        )  # fmt: skip
+
     def add_embedding(
         self,
         known: Tensor,
@@ -151,10 +178,7 @@ class GPUAdapters:
         self._numbers: dict[nn.Module, int] = {
             matrix: number for number, matrix in enumerate(self._matrices)
         }
-        experts = [module for module in model.modules() if isinstance(module, Experts)]
-        self._of_experts = {
-            self._numbers[linear] for one in experts for linear in (*one.gate_up, *one.down)
-        }
+        self._experts = [module for module in model.modules() if isinstance(module, Experts)]
         parts = Counter(id(rows.matrix) for rows in model.checkpoint_rows().values())
         self._max_ranks = _round_up(limits.max_rank * max(parts.values()))
         size = limits.max_adapters, len(self._matrices), kernels.NUM_FIELDS.value
@@ -165,16 +189,10 @@ class GPUAdapters:
         """Return an adapter in host memory, in any thread.
 
         Raises:
-            ModelError: it changes experts, or its ranks are too many.
+            ModelError: its ranks are too many, or it scales what experts with biases return.
         """
-        if num_experts := len(self._of_experts & adapter.changes.keys()):
-            raise ModelError(
-                f"the adapter changes the matrices of experts ({num_experts} of them), which the"
-                " kernels of a GPU do not do: take an adapter without them, or start with"
-                " --attention-backend torch"
-            )
         packer = _Packer(len(self._matrices), self._dtype, self._max_ranks)
-        for number, change in adapter.changes.items():
+        for number, change in self._changes(adapter).items():
             packer.add(number, len(self._matrices[number].weight), change)
         if adapter.embedding is not None:
             number = self._numbers[self._embedding]
@@ -191,6 +209,30 @@ class GPUAdapters:
             return adapter
         packed = adapter if isinstance(adapter, HostAdapter) else self.pack(adapter)
         return packed.upload(self._device)
+
+    def _changes(self, adapter: Adapter) -> dict[int, LinearChange]:
+        """Return changes as the products have their outputs and inputs.
+
+        Raises:
+            ModelError: it scales what experts with biases return.
+        """
+        changes = dict(adapter.changes)
+        for experts in self._experts:
+            of_experts = zip(experts.gate_up, experts.down, experts.inner_orders, strict=True)
+            for gate_up, down, order in of_experts:
+                first, second = self._numbers[gate_up], self._numbers[down]
+                for number in changes.keys() & {first, second}:
+                    if changes[number].gain is not None and gate_up.bias is not None:
+                        raise ModelError(
+                            "the adapter scales the results of experts that have biases (DoRA),"
+                            " which the kernels of a GPU do not do: start with --attention-backend"
+                            " torch"
+                        )
+                if order is not None and first in changes:
+                    changes[first] = changes[first].with_outputs(gate_up_rows(order))
+                if order is not None and second in changes:
+                    changes[second] = changes[second].with_inputs(order)
+        return changes
 
     def set_adapter(self, index: int, adapter: Adapter | None) -> None:
         """Let an index have an adapter from the next step on, or none."""
@@ -212,8 +254,7 @@ class GPUAdapters:
             ValueError: an index has no adapter.
         """
         self.check(adapters)
-        order, blocks = send_all(self._device, *group_rows(adapters))
-        return self.of_groups(RowGroups(order, blocks))
+        return self.of_groups(self._send(adapters, None))
 
     def of_groups(self, groups: RowGroups, is_split: bool | None = None) -> StepAdapters:
         """Return rows that are on the device already.
@@ -234,9 +275,13 @@ class GPUAdapters:
 
     def padding(self) -> Iterator[StepAdapters]:
         """Yield steps of one row without an adapter, which launch every kernel there is."""
-        order, blocks = send_all(self._device, *group_rows(np.array([NO_ADAPTER]), 1))
+        groups = self._send(np.array([NO_ADAPTER]), 1)
         for is_split in (True, False):
-            yield self.of_groups(RowGroups(order, blocks), is_split)
+            yield self.of_groups(groups, is_split)
+
+    def _send(self, adapters: Ints, num_blocks: int | None) -> RowGroups:
+        """Group rows, see `group_rows`."""
+        return RowGroups(*send_all(self._device, *group_rows(adapters, num_blocks), adapters))
 
 
 def num_blocks_of(rows: int, max_adapters: int) -> int:
@@ -252,20 +297,21 @@ def group_rows(adapters: Ints, num_blocks: int | None = None) -> tuple[Ints, Int
         num_blocks: to which the blocks are padded; None: they are not.
 
     Returns:
-        The fields of RowGroups on the host. Rows without adapters come last in the order, and are
-        in no block.
+        Order and blocks of RowGroups on the host. Rows without adapters come last in the order, and
+        are in no block.
     """
     # As unsigned numbers NO_ADAPTER is the largest.
     order = np.argsort(adapters.astype(np.uint64), kind="stable")
-    found: list[tuple[int, int, int]] = []
+    found: list[tuple[int, ...]] = []
     begin = 0
     indexes, counts = np.unique(adapters[adapters != NO_ADAPTER], return_counts=True)
     for index, count in zip(indexes.tolist(), counts.tolist(), strict=True):
         for first in range(begin, begin + count, BLOCK_ROWS):
-            found.append((index, first, min(BLOCK_ROWS, begin + count - first)))
+            found.append((index, 0, first, min(BLOCK_ROWS, begin + count - first)))
         begin += count
     padding = 0 if num_blocks is None else num_blocks - len(found)
-    blocks = np.array([*found, *[(-1, 0, 0)] * padding], dtype=np.int64).reshape(-1, 3)
+    found += [(-1, 0, 0, 0)] * padding
+    blocks = np.array(found, dtype=np.int64).reshape(-1, BLOCK_FIELDS.value)
     return order, blocks
 
 

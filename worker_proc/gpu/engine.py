@@ -205,7 +205,8 @@ class TritonEngine(Engine):
         """Launch every kernel once on padding, so that none is compiled while requests wait."""
         metadata = self._attention.plan_all_kinds(table)
         for experts in self._experts.values():
-            experts.compile_routing(next(self.model.parameters()).dtype, table.device)
+            dtype = next(self.model.parameters()).dtype
+            experts.compile_routing(dtype, table.device, self._adapters is not None)
         for adapted in (None, *(self._adapters.padding() if self._adapters else ())):
             ops = self._ops(metadata, adapted=adapted)
             logits = self.model.compute_logits(ops, self.model.forward(ops)).x

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from quadriga.wire.worker import NO_ADAPTER
 from worker_proc.gpu.adapters import group_rows, num_blocks_of
-from worker_proc.gpu.kernels.adapters import RowGroups
+from worker_proc.gpu.kernels.adapters import BLOCK_FIELDS, RowGroups
 from worker_proc.models.attention import Ints
 from worker_proc.models.transfer import send, send_into
 from worker_proc.step.clock import RunningStep
@@ -229,14 +229,16 @@ class DecodeGraphs:
         if adapters is not None:
             padded[: len(adapters)] = adapters
         order, blocks = group_rows(padded, num_blocks_of(size, self._max_adapters))
-        return np.concatenate((rows.ravel(), order, blocks.ravel()))
+        return np.concatenate((rows.ravel(), order, padded, blocks.ravel()))
 
     def _split(self, inputs: Tensor, size: int) -> DecodeInputs:
         """Return the parts of what `_padded` returns."""
         if not self._max_adapters:
             return DecodeInputs(*inputs)
-        slots, positions, order, blocks = inputs.split([size] * 3 + [len(inputs) - 3 * size])
-        return DecodeInputs(slots, positions, RowGroups(order, blocks.view(-1, 3)))
+        sizes = [size] * 4 + [len(inputs) - 4 * size]
+        slots, positions, order, adapters, blocks = inputs.split(sizes)
+        blocks = blocks.view(-1, BLOCK_FIELDS.value)
+        return DecodeInputs(slots, positions, RowGroups(order, blocks, adapters))
 
 
 def _padded_rows(size: int, slots: Ints = NO_ROWS, positions: Ints = NO_ROWS) -> Ints:

@@ -238,7 +238,8 @@ class TritonOps(Ops[Hidden]):
     ) -> Hidden:
         self._keep_sampled(residual)
         rows = x.settled()
-        added = self._experts[experts].output(rows, self.linear(experts.router, x).x)
+        scores = self.linear(experts.router, x).x
+        added = self._experts[experts].output(rows, scores, self._adapted_now)
         if self._tp_group is not None:
             added = self._tp_group.all_reduce(added)
         return Hidden(residual.settled(), added, scale)

@@ -31,7 +31,7 @@ from worker_proc.gpu.quantized import (
     kernel_rows,
     round_rows,
 )
-from worker_proc.models.layers import ExpertProduct, Experts, Linear
+from worker_proc.models.layers import ExpertProduct, Experts, Linear, gate_up_rows
 from worker_proc.models.quantized_weights import CodedRows, CodeKind
 
 TEST_ROWS = (3, 40, 1000)  # of three experts: kernels differ by the number of rows
@@ -207,22 +207,22 @@ class ExpertPacker:
         gate_up_bias, down_bias = _stacked_bias(gate_up), _stacked_bias(down)
         if gate_up_bias is not None:
             gate_up_bias = torch.stack([
-                bias if order is None else bias[_of_gate_and_up(order)]
+                bias if order is None else bias[gate_up_rows(order)]
                 for bias, order in zip(gate_up_bias, orders, strict=True)
             ])  # fmt: skip
 
         rows_of_gate_up, rows_of_down = self._rows_of(gate_up), self._rows_of(down)
 
-        def gate_up_rows(number: int) -> KernelRows:
+        def first_rows(number: int) -> KernelRows:
             rows, order = rows_of_gate_up(number), orders[number]
-            return rows if order is None else _take(rows, _of_gate_and_up(order))
+            return rows if order is None else _take(rows, gate_up_rows(order))
 
-        def down_rows(number: int) -> KernelRows:
+        def second_rows(number: int) -> KernelRows:
             return replace(rows_of_down(number), order=None)
 
-        first = self._product(gate_up_rows, len(gate_up), gate_up_bias)
-        second = self._product(down_rows, len(down), down_bias)
-        layer.products = first, second
+        first = self._product(first_rows, len(gate_up), gate_up_bias)
+        second = self._product(second_rows, len(down), down_bias)
+        layer.products, layer.inner_orders = (first, second), tuple(orders)
         for linear in (*gate_up, *down):
             linear.coded = ()
             linear.weight = nn.Parameter(linear.weight.data.to("meta"), requires_grad=False)
@@ -342,11 +342,6 @@ def _linears(layers: Iterable[nn.Module]) -> Iterable[Linear]:
 def _stacked_bias(linears: Sequence[Linear]) -> Tensor | None:
     biases = [linear.bias.data for linear in linears if linear.bias is not None]
     return torch.stack(biases) if biases else None
-
-
-def _of_gate_and_up(order: Tensor) -> Tensor:
-    """Return the rows of gate and up so that their outputs are in an order."""
-    return torch.cat((order, order + len(order)))
 
 
 def _take(rows: KernelRows, index: Tensor) -> KernelRows:

@@ -264,6 +264,8 @@ class Experts(nn.Module):
         activation: of the gate.
         products: with `gate_up` and `down`, on a GPU that keeps their weights in fewer bits; their
             layers then have no storage.
+        inner_orders: of each expert: which input of `down` each input of the second product is, and
+            likewise gate and up of the first one. None: they are in order.
     """
 
     def __init__(
@@ -289,6 +291,7 @@ class Experts(nn.Module):
         self.renormalize = renormalize
         self.activation = activation
         self.products: tuple[ExpertProduct, ExpertProduct] | None = None
+        self.inner_orders: tuple[Tensor | None, ...] = (None,) * num_experts
 
 
 # gpt-oss: https://arxiv.org/abs/2508.10925
@@ -313,6 +316,11 @@ def gate_up(activation: Activation, x: Tensor) -> Tensor:
     gate = gate.clamp(max=CLAMPED_SWIGLU_LIMIT)
     up = up.clamp(-CLAMPED_SWIGLU_LIMIT, CLAMPED_SWIGLU_LIMIT)
     return gate * torch.sigmoid(CLAMPED_SWIGLU_SLOPE * gate) * (up + 1)
+
+
+def gate_up_rows(order: Tensor) -> Tensor:
+    """Return the rows `[2 * inner]` of [gate, up] whose results are in an order `[inner]`."""
+    return torch.cat((order, order + len(order)))
 
 
 def cap(x: Tensor, softcap: float | None) -> Tensor:

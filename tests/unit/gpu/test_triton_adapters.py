@@ -1,6 +1,7 @@
 """Adapters on a GPU against plain torch: the kernels, whole models, and graphs of decode steps."""
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -12,7 +13,7 @@ from gguf import GGMLQuantizationType as Kind
 from quadriga.errors import ModelError
 from quadriga.server.config.server_config import ServerConfig
 from quadriga.wire.worker import NO_ADAPTER
-from tests.tiny_experts import tiny_mixtral
+from tests.tiny_experts import EXPERTS, tiny_gpt_oss, tiny_mixtral
 from tests.tiny_models import tiny_gpt2, tiny_llama
 from tests.unit.gguf_checkpoint import gguf_of
 
@@ -22,7 +23,7 @@ from tests.adapted_runs import Answer, run_adapted
 from tests.unit.gpu.graphs import GRAPH_SIZES, SMALL, capture
 from tests.unit.worker.random_adapters import random_adapter
 from tests.unit.worker_driver import Driver, load_on_cpu, prompts_of, runner_of
-from worker_proc.adapters.change import Adapter, AdapterLimits, LinearChange
+from worker_proc.adapters.change import Adapter, AdapterLimits
 from worker_proc.engines.torch_engine import TorchAdapters, TorchOps
 from worker_proc.gpu import adapters as gpu_adapters
 from worker_proc.gpu.adapters import (
@@ -33,9 +34,10 @@ from worker_proc.gpu.adapters import (
     num_blocks_of,
 )
 from worker_proc.gpu.engine import TritonEngine
-from worker_proc.gpu.kernels.adapters import BLOCK_ROWS
+from worker_proc.gpu.kernels.adapters import BLOCK_ROWS, group_pairs
+from worker_proc.gpu.kernels.experts import route_pairs
 from worker_proc.models.decoder import Decoder
-from worker_proc.models.layers import Linear
+from worker_proc.models.layers import Experts, Linear
 from worker_proc.startup import build
 from worker_proc.startup.build import make_runner
 from worker_proc.step.runner import Runner
@@ -57,11 +59,13 @@ def decoder(directory: Path) -> Decoder:
 
 def adapters_of(model: Decoder) -> list[Adapter]:
     """Ranks below and above a block of the kernels, and every kind of change."""
+    has_biases = any(one.down[0].bias is not None for one in model.modules()
+                     if isinstance(one, Experts))  # fmt: skip
     return [
-        random_adapter(model, 4, seed=1),
-        random_adapter(model, 24, seed=2, gain=True, shift=True),
+        random_adapter(model, 4, seed=1, experts=True),
+        random_adapter(model, 24, seed=2, gain=True, shift=True, experts=not has_biases),
         random_adapter(model, 8, seed=3, wanted=lambda name: "mlp" in name, head=True),
-        random_adapter(model, 40, seed=4, shift=True, embedding=True),
+        random_adapter(model, 40, seed=4, shift=True, embedding=True, experts=True),
     ]
 
 
@@ -109,13 +113,44 @@ def test_blocks_have_rows_of_one_adapter() -> None:
         order, blocks = group_rows(adapters, bound)
         assert len(blocks) == bound
         found = np.full(count, NO_ADAPTER)
-        for index, first, size in blocks[blocks[:, 0] != NO_ADAPTER]:
+        for index, expert, first, size in blocks[blocks[:, 0] != NO_ADAPTER]:
+            assert expert == 0
             assert 0 < size <= BLOCK_ROWS
             found[order[first : first + size]] = index
         assert found.tolist() == adapters.tolist()
         exact = group_rows(adapters)[1]
         assert (exact[:, 0] != NO_ADAPTER).all()
         assert (exact == blocks[: len(exact)]).all()
+
+
+@pytest.mark.parametrize(
+    ("tokens", "num_experts", "num_chosen"), [(1, 5, 2), (90, 8, 3), (300, 4, 1)]
+)
+def test_blocks_of_pairs_have_rows_of_one_adapter_and_expert(
+    tokens: int, num_experts: int, num_chosen: int
+) -> None:
+    draw = np.random.default_rng(tokens)
+    adapters = draw.integers(NO_ADAPTER, 4, tokens)
+    adapters[: tokens // 3] = 2
+    order, _ = group_rows(adapters)
+    scores = torch.from_numpy(draw.random((tokens, num_experts), dtype=np.float32)).to(DEVICE)
+    indexes, tokens_in_order = (torch.from_numpy(v).to(DEVICE) for v in (adapters, order))
+    routing = route_pairs(scores, num_chosen, True, tokens_in_order)
+    assert routing.pairs.sort().values.tolist() == list(range(tokens * num_chosen))
+    assert routing.places.flatten()[routing.pairs.long()].tolist() == list(
+        range(len(routing.pairs))
+    )
+    groups = group_pairs(routing.pairs, routing.chosen, indexes, num_experts, 4)
+    of_pair = [(adapters[pair // num_chosen], routing.chosen.flatten()[pair].item())
+               for pair in routing.pairs.tolist()]  # fmt: skip
+    found: list[int] = []
+    for index, expert, first, size in groups.blocks.tolist():
+        if index != NO_ADAPTER:
+            assert 0 < size <= BLOCK_ROWS
+            assert set(of_pair[first : first + size]) == {(index, expert)}
+            found += range(first, first + size)
+    expected = [place for place, (index, _) in enumerate(of_pair) if index != NO_ADAPTER]
+    assert sorted(found) == expected
 
 
 def triton_runner(directory: Path, adapters: Sequence[Adapter], **flags: Any) -> Runner:
@@ -137,13 +172,13 @@ def check_equal(ours: Sequence[Answer], theirs: Sequence[Answer]) -> None:
         np.testing.assert_allclose(one.logprobs, other.logprobs, rtol=0, atol=1e-4)
 
 
-@pytest.mark.parametrize("family", ["llama", "tied llama", "gpt2", "mixtral"])
+@pytest.mark.parametrize("family", ["llama", "tied llama", "gpt2", *EXPERTS])
 def test_answers_equal_those_of_plain_torch(family: str, tmp_path: Path) -> None:
     """Prompts in chunks beside rows that decode, of the base and of all adapters."""
     changes = {**SMALL, "tie_word_embeddings": family.startswith("tied")}
     directory = {
         "gpt2": lambda: tiny_gpt2(tmp_path, n_layer=1, n_head=2),
-        "mixtral": lambda: tiny_mixtral(tmp_path, num_hidden_layers=1),
+        **{name: partial(make, tmp_path, num_hidden_layers=1) for name, make in EXPERTS.items()},
     }.get(family, lambda: tiny_llama(tmp_path, **changes))()
     adapters, requests = adapters_of(decoder(directory)), requests_of(4)
     torch_runner = runner_of(directory, attention_backend="torch")
@@ -151,6 +186,12 @@ def test_answers_equal_those_of_plain_torch(family: str, tmp_path: Path) -> None
         torch_runner.engine.set_adapter(index, adapter)
     expected = run_adapted(torch_runner, requests, 4)
     check_equal(run_adapted(triton_runner(directory, adapters), requests, 4), expected)
+
+
+def small(family: str, directory: Path) -> Path:
+    if family == "mixtral":
+        return tiny_mixtral(directory, num_hidden_layers=1)
+    return tiny_llama(directory, **SMALL)
 
 
 def graph_runner(directory: Path, max_loras: int = 4) -> Runner:
@@ -165,8 +206,11 @@ def graph_runner(directory: Path, max_loras: int = 4) -> Runner:
     return Runner(engine, plain.table, plain.dtype)
 
 
-def test_graphs_of_decode_steps_compute_adapters_that_come_and_go(tmp_path: Path) -> None:
-    directory = tiny_llama(tmp_path, **SMALL)
+@pytest.mark.parametrize("family", ["llama", "mixtral"])
+def test_graphs_of_decode_steps_compute_adapters_that_come_and_go(
+    family: str, tmp_path: Path
+) -> None:
+    directory = small(family, tmp_path)
     adapters, requests = adapters_of(decoder(directory)), requests_of(4)
     runner, reference = graph_runner(directory), runner_of(directory, attention_backend="torch")
     engine = cast(TritonEngine, runner.engine)
@@ -186,9 +230,12 @@ def test_graphs_of_decode_steps_compute_adapters_that_come_and_go(tmp_path: Path
         run_adapted(runner, requests[:1], 2)
 
 
-def test_only_rows_that_sample_are_changed_after_the_last_attention(tmp_path: Path) -> None:
+@pytest.mark.parametrize("family", ["llama", "mixtral"])
+def test_only_rows_that_sample_are_changed_after_the_last_attention(
+    family: str, tmp_path: Path
+) -> None:
     """Prompts whose ends sample beside others that do not, without log-probabilities."""
-    directory = tiny_llama(tmp_path, **SMALL)
+    directory = small(family, tmp_path)
     adapters = adapters_of(decoder(directory))
     outputs = []
     for engine in ("torch", "triton"):
@@ -246,9 +293,10 @@ def test_the_largest_step_that_is_measured_has_an_adapter(
     assert 0 in adapters  # a GPU measures its graphs of the base, too
 
 
-def test_deterministic_bits_depend_on_no_other_adapter(tmp_path: Path) -> None:
+@pytest.mark.parametrize("family", ["llama", "mixtral"])
+def test_deterministic_bits_depend_on_no_other_adapter(family: str, tmp_path: Path) -> None:
     """Neither those of rows with adapters nor those of the base."""
-    directory = tiny_llama(tmp_path, **SMALL)
+    directory = small(family, tmp_path)
     adapters, requests = adapters_of(decoder(directory)), requests_of(4)
     flags = {"enable_deterministic_inference": True}
     runner = triton_runner(directory, adapters, **flags)
@@ -263,12 +311,10 @@ def test_deterministic_bits_depend_on_no_other_adapter(tmp_path: Path) -> None:
 def test_what_cannot_be_computed_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model = decoder(tiny_mixtral(tmp_path, num_hidden_layers=1))
+    model = decoder(tiny_gpt_oss(tmp_path, num_hidden_layers=1))
     adapters = GPUAdapters(model, LIMITS, torch.float32, DEVICE)
-    expert = next(iter(adapters._of_experts))
-    change = LinearChange(None, (), None, torch.zeros(len(model.matrices()[expert].weight)))
-    with pytest.raises(ModelError, match=r"changes the matrices of experts \(1 of them\)"):
-        adapters.pack(Adapter({expert: change}))
+    with pytest.raises(ModelError, match=r"scales the results of experts that have biases"):
+        adapters.pack(random_adapter(model, 4, seed=0, gain=True, experts=True))
     one = random_adapter(model, 200, seed=0)
     with pytest.raises(ModelError, match="start with a larger --max-lora-rank"):
         adapters.pack(one)

@@ -6,6 +6,9 @@ that a program reads the matrices of one adapter. The grids depend on the number
 what an adapter changes is looked up in a table on the device, so that both can be in a CUDA graph,
 and an adapter can take the place of another one between its replays.
 
+Rows of a mixture of experts are pairs of a token and an expert, sorted by expert and then by
+adapter; the device cuts them into blocks (`_cut_pairs`), which the same two kernels take.
+
 Sums are added up in one order, whatever the number of rows.
 """
 
@@ -33,6 +36,8 @@ EMBEDDING_COLUMNS = 256
 NUM_SPLITS = 8  # of the inputs of D
 RANK_PROGRAMS = 4  # for a block of rows and a split
 STAGES = 3
+CUT_PAIRS = 128  # of a program that cuts pairs into blocks
+BLOCK_FIELDS = tl.constexpr(4)
 
 
 class RowGroups(NamedTuple):
@@ -40,18 +45,100 @@ class RowGroups(NamedTuple):
 
     Attributes:
         order: `[rows]` int64, the numbers of the rows, those of one adapter side by side.
-        blocks: `[blocks, 3]` int64: the adapter's index, the first place in `order`, and the number
-            of rows up to BLOCK_ROWS. A block of index -1 is padding.
+        blocks: `[blocks, 4]` int64: the adapter's index, the expert that computes the rows, or 0,
+            the first place in `order`, and the number of rows up to BLOCK_ROWS. A block of index -1
+            is padding.
+        adapters: `[rows]` int64, the index of each row's adapter, or -1.
     """
 
     order: Tensor
     blocks: Tensor
+    adapters: Tensor
+
+
+class PairGroups(NamedTuple):
+    """The pairs of a token and an expert whose tokens have adapters.
+
+    Attributes:
+        pairs: `[pairs]` int32, token * num_chosen + place among its chosen experts, sorted by
+            expert and then by adapter.
+        blocks: as those of RowGroups.
+        num_chosen: experts of a token.
+    """
+
+    pairs: Tensor
+    blocks: Tensor
+    num_chosen: int
+
+
+@triton.jit(
+    do_not_specialize=["num_pairs"],
+    do_not_specialize_on_alignment=["pairs", "chosen", "adapters", "last_block"],
+)
+def _cut_pairs(
+    pairs, chosen, adapters, blocks, last_block, num_pairs,
+    CHOSEN: tl.constexpr, PAIRS: tl.constexpr, BLOCK_ROWS: tl.constexpr,
+):  # fmt: skip
+    """Store the blocks of a program's pairs, in any order, behind those of other programs."""
+    number = tl.arange(0, PAIRS)
+    place = tl.program_id(0) * PAIRS + number
+    exists = place < num_pairs
+    pair = tl.load(pairs + place, mask=exists, other=0)
+    adapter = tl.load(adapters + pair // CHOSEN, mask=exists, other=-1)
+    expert = tl.load(chosen + pair, mask=exists, other=0).to(tl.int64)
+    is_alike = (adapter[:, None] == adapter[None, :]) & (expert[:, None] == expert[None, :])
+    is_earlier = number[None, :] < number[:, None]
+    count = tl.sum(is_alike.to(tl.int32), 1)
+    earlier = tl.sum((is_alike & is_earlier).to(tl.int32), 1)
+    begins = (adapter >= 0) & (earlier % BLOCK_ROWS == 0)
+    found = begins.to(tl.int64)
+    first = tl.atomic_add(last_block, tl.sum(found, 0)) + 1
+    block = blocks + (first + tl.cumsum(found, 0) - found) * BLOCK_FIELDS
+    tl.store(block, adapter, mask=begins)
+    tl.store(block + 1, expert, mask=begins)
+    tl.store(block + 2, place.to(tl.int64), mask=begins)
+    tl.store(block + 3, tl.minimum(count - earlier, BLOCK_ROWS).to(tl.int64), mask=begins)
+
+
+def group_pairs(
+    pairs: Tensor, chosen: Tensor, adapters: Tensor, num_experts: int, max_adapters: int
+) -> PairGroups:
+    """Cut pairs into blocks, without synchronising with the host.
+
+    Args:
+        pairs: see PairGroups.
+        chosen: `[tokens, num_chosen]` int32, the experts of each token.
+        adapters: `[tokens]` int64, the index of each token's adapter, or -1.
+        num_experts: of the layer.
+        max_adapters: that there can be.
+    """
+    num_pairs, num_chosen = len(pairs), chosen.shape[1]
+    programs = triton.cdiv(num_pairs, CUT_PAIRS)
+    num_cuts = num_experts * max_adapters + programs
+    num_blocks = min(num_pairs, num_pairs // BLOCK_ROWS + num_cuts)
+    size = num_blocks * BLOCK_FIELDS.value
+    memory = torch.full((size + 1,), -1, dtype=torch.int64, device=pairs.device)
+    blocks, last_block = memory[:size].view(num_blocks, -1), memory[size:]
+    _cut_pairs[(programs,)](
+        pairs, chosen, adapters, blocks, last_block, num_pairs, CHOSEN=num_chosen,
+        PAIRS=CUT_PAIRS, BLOCK_ROWS=BLOCK_ROWS,
+    )  # fmt: skip
+    return PairGroups(pairs, blocks, num_chosen)
 
 
 @triton.jit
-def _entry(table, adapter, number, num_matrices):
-    """Return where the fields of a matrix's change are."""
-    return table + (adapter * num_matrices + number) * NUM_FIELDS
+def _entry(table, block, number, num_matrices):
+    """Return where the fields of the change are that a block gets."""
+    matrix = number + tl.load(block + 1)
+    return table + (tl.load(block) * num_matrices + matrix) * NUM_FIELDS
+
+
+@triton.jit
+def _rows_of(block, order, BLOCK_ROWS: tl.constexpr):
+    """Return places in the order, whether there is a row, and its number."""
+    lane = tl.arange(0, BLOCK_ROWS)
+    place, is_row = tl.load(block + 2) + lane, lane < tl.load(block + 3)
+    return place, is_row, tl.load(order + place, mask=is_row, other=0).to(tl.int64)
 
 
 @triton.jit
@@ -66,20 +153,17 @@ def _numbers(entry, like):
 )
 def _shrink(
     x, table, order, blocks, thin, number, num_matrices, inputs, x_stride, thin_stride,
-    split_stride, BLOCK_ROWS: tl.constexpr, BLOCK_RANKS: tl.constexpr,
-    BLOCK_INPUTS: tl.constexpr, NUM_SPLITS: tl.constexpr, SPLITS: tl.constexpr,
-    PROGRAMS: tl.constexpr,
+    split_stride, CHOSEN: tl.constexpr, X_SORTED: tl.constexpr, BLOCK_ROWS: tl.constexpr,
+    BLOCK_RANKS: tl.constexpr, BLOCK_INPUTS: tl.constexpr, NUM_SPLITS: tl.constexpr,
+    SPLITS: tl.constexpr, PROGRAMS: tl.constexpr,
 ):  # fmt: skip
-    block = blocks + tl.program_id(0) * 3
-    adapter = tl.load(block)
-    if adapter >= 0:
-        entry = _entry(table, adapter, number, num_matrices)
+    block = blocks + tl.program_id(0) * BLOCK_FIELDS
+    if tl.load(block) >= 0:
+        entry = _entry(table, block, number, num_matrices)
         down = _numbers(entry + DOWN, x)
         ranks = tl.load(entry + RANKS)
-        place, lane = tl.load(block + 1), tl.arange(0, BLOCK_ROWS)
-        is_row = lane < tl.load(block + 2)
-        row = tl.load(order + place + lane, mask=is_row, other=0)
-        rows = x + row[:, None] * x_stride
+        place, is_row, row = _rows_of(block, order, BLOCK_ROWS)
+        rows = x + (place if X_SORTED else row // CHOSEN)[:, None] * x_stride
         size = tl.cdiv(tl.cdiv(inputs, NUM_SPLITS), BLOCK_INPUTS) * BLOCK_INPUTS
         first = tl.program_id(2) * SPLITS
         for begin in range(tl.program_id(1) * BLOCK_RANKS, ranks, PROGRAMS * BLOCK_RANKS):
@@ -97,7 +181,7 @@ def _shrink(
                     weights = tl.load(places, mask=is_rank[:, None] & is_input, other=0.0)
                     sums = dot_add(tile, tl.trans(weights), sums)
                 total += sums
-            to = thin + tl.program_id(2) * split_stride + (place + lane)[:, None] * thin_stride
+            to = thin + tl.program_id(2) * split_stride + place[:, None] * thin_stride
             tl.store(to + rank[None, :], total, mask=is_row[:, None] & is_rank[None, :])
 
 
@@ -136,20 +220,19 @@ def _up_of_inputs(rows, up, is_row, count, sums, COLUMNS: tl.constexpr):
 )
 def _expand(
     x, y, bias, table, order, blocks, thin, number, num_matrices, outputs, x_stride, y_stride,
-    thin_stride, split_stride, BLOCK_ROWS: tl.constexpr, BLOCK_OUTPUTS: tl.constexpr,
+    thin_stride, split_stride, CHOSEN: tl.constexpr, X_SORTED: tl.constexpr,
+    Y_SORTED: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_OUTPUTS: tl.constexpr,
     COLUMNS: tl.constexpr, SAVED_COLUMNS: tl.constexpr, NUM_PARTS: tl.constexpr,
     HAS_BIAS: tl.constexpr,
 ):  # fmt: skip
-    block = blocks + tl.program_id(0) * 3
-    adapter = tl.load(block)
-    if adapter >= 0:
-        entry = _entry(table, adapter, number, num_matrices)
+    block = blocks + tl.program_id(0) * BLOCK_FIELDS
+    if tl.load(block) >= 0:
+        entry = _entry(table, block, number, num_matrices)
         has_up, has_down = tl.load(entry + UP) != 0, tl.load(entry + DOWN) != 0
         has_gain, has_shift = tl.load(entry + GAIN) != 0, tl.load(entry + SHIFT) != 0
         if has_up | has_gain | has_shift:
-            place, lane = tl.load(block + 1), tl.arange(0, BLOCK_ROWS)
-            is_row = (lane < tl.load(block + 2))[:, None]
-            row = tl.load(order + place + lane, mask=lane < tl.load(block + 2), other=0)
+            place, is_place, row = _rows_of(block, order, BLOCK_ROWS)
+            is_row = is_place[:, None]
             tile = tl.program_id(1)
             lanes = tl.arange(0, BLOCK_OUTPUTS)
             output = tile * BLOCK_OUTPUTS + lanes
@@ -161,15 +244,15 @@ def _expand(
                 up_rows = tl.load(span + 2) * BLOCK_OUTPUTS + lanes
                 up = _numbers(entry + UP, x) + up_rows[:, None] * width
                 if has_down:
-                    rows = thin + (place + lane)[:, None] * thin_stride + first
+                    rows = thin + place[:, None] * thin_stride + first
                     sums = _up_of_thin(
                         rows, up, is_row, count, split_stride, sums, COLUMNS, NUM_PARTS
                     )
                 else:
-                    rows_of_x = x + row[:, None] * x_stride
+                    rows_of_x = x + (place if X_SORTED else row // CHOSEN)[:, None] * x_stride
                     sums = _up_of_inputs(rows_of_x, up, is_row, count, sums, SAVED_COLUMNS)
             exists = is_row & (output < outputs)[None, :]
-            at = y + row[:, None] * y_stride + output[None, :]
+            at = y + (place if Y_SORTED else row)[:, None] * y_stride + output[None, :]
             value = tl.load(at, mask=exists, other=0.0).to(tl.float32)
             if has_gain:
                 gain = tl.load(entry + GAIN).to(tl.pointer_type(tl.float32))
@@ -196,14 +279,11 @@ def _add_embedding(
     known, slots, positions, like, table, order, blocks, out, number, num_matrices, known_stride,
     scale, WIDTH: tl.constexpr, BLOCK_ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    block = blocks + tl.program_id(0) * 3
-    adapter = tl.load(block)
-    if adapter >= 0:
-        entry = _entry(table, adapter, number, num_matrices)
+    block = blocks + tl.program_id(0) * BLOCK_FIELDS
+    if tl.load(block) >= 0:
+        entry = _entry(table, block, number, num_matrices)
         if tl.load(entry + EMBEDDING) != 0:
-            place, lane = tl.load(block + 1), tl.arange(0, BLOCK_ROWS)
-            is_row = lane < tl.load(block + 2)
-            row = tl.load(order + place + lane, mask=is_row, other=0)
+            _, is_row, row = _rows_of(block, order, BLOCK_ROWS)
             slot = tl.load(slots + row, mask=is_row, other=0)
             position = tl.load(positions + row, mask=is_row, other=0)
             token = tl.load(known + slot * known_stride + position, mask=is_row, other=0)
@@ -220,41 +300,47 @@ def adapt(
     y: Tensor,
     bias: Tensor | None,
     table: Tensor,
-    groups: RowGroups,
+    groups: RowGroups | PairGroups,
     number: int,
     max_ranks: int,
     is_split: bool,
+    is_sorted: bool = False,
 ) -> None:
     """Change the rows of y = x Wᵀ + b that have an adapter, in place.
 
     Args:
-        x: `[rows, inputs]`, in the type of D and U; its last dimension is contiguous.
-        y: `[rows, outputs]`, as `x`.
-        bias: `[outputs]`.
+        x: `[rows, inputs]`, in the type of D and U; its last dimension is contiguous. Of pairs:
+            `[tokens, inputs]`, or, if `is_sorted`, `[pairs, inputs]` in the order of `pairs`.
+        y: `[rows, outputs]`, as `x`. Of pairs: `[pairs, outputs]` in the order of `pairs`.
+        bias: `[outputs]`. Of pairs: None; what has gains has no biases then.
         table: `[adapters, matrices, fields]` int64.
-        groups: the rows.
-        number: of the matrix.
+        groups: the rows, or the pairs.
+        number: of the matrix; of pairs that of the first expert, which the others follow.
         max_ranks: at least the rows of D of each adapter.
         is_split: the inputs of D are split over several programs, as pays off with few rows. The
             bits are the same.
+        is_sorted: see x.
     """
     num_blocks, num_matrices = len(groups.blocks), table.shape[1]
     if not num_blocks:
         return
+    of_pairs = isinstance(groups, PairGroups)
+    order, num_chosen = (groups.pairs, groups.num_chosen) if of_pairs else (groups.order, 1)
     parts = NUM_SPLITS if is_split else 1
-    thin = torch.empty(parts, len(groups.order), max_ranks, device=x.device)
+    thin = torch.empty(parts, len(order), max_ranks, device=x.device)
     _shrink[(num_blocks, RANK_PROGRAMS, parts)](
-        x, table, groups.order, groups.blocks, thin, number, num_matrices, x.shape[1], x.stride(0),
-        max_ranks, thin.stride(0), BLOCK_ROWS=BLOCK_ROWS, BLOCK_RANKS=BLOCK_RANKS,
-        BLOCK_INPUTS=BLOCK_INPUTS, NUM_SPLITS=NUM_SPLITS, SPLITS=NUM_SPLITS // parts,
-        PROGRAMS=RANK_PROGRAMS, num_stages=STAGES,
+        x, table, order, groups.blocks, thin, number, num_matrices, x.shape[1], x.stride(0),
+        max_ranks, thin.stride(0), CHOSEN=num_chosen, X_SORTED=is_sorted, BLOCK_ROWS=BLOCK_ROWS,
+        BLOCK_RANKS=BLOCK_RANKS, BLOCK_INPUTS=BLOCK_INPUTS, NUM_SPLITS=NUM_SPLITS,
+        SPLITS=NUM_SPLITS // parts, PROGRAMS=RANK_PROGRAMS, num_stages=STAGES,
     )  # fmt: skip
     outputs = y.shape[1]
     _expand[(num_blocks, triton.cdiv(outputs, TILE_OUTPUTS))](
-        x, y, y if bias is None else bias, table, groups.order, groups.blocks, thin, number,
+        x, y, y if bias is None else bias, table, order, groups.blocks, thin, number,
         num_matrices, outputs, x.stride(0), y.stride(0), max_ranks, thin.stride(0),
-        BLOCK_ROWS=BLOCK_ROWS, BLOCK_OUTPUTS=TILE_OUTPUTS, COLUMNS=UP_COLUMNS,
-        SAVED_COLUMNS=SAVED_COLUMNS, NUM_PARTS=parts, HAS_BIAS=bias is not None,
+        CHOSEN=num_chosen, X_SORTED=is_sorted, Y_SORTED=of_pairs, BLOCK_ROWS=BLOCK_ROWS,
+        BLOCK_OUTPUTS=TILE_OUTPUTS, COLUMNS=UP_COLUMNS, SAVED_COLUMNS=SAVED_COLUMNS,
+        NUM_PARTS=parts, HAS_BIAS=bias is not None,
     )  # fmt: skip
 
 

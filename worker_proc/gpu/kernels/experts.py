@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import cast
+from typing import TYPE_CHECKING, cast
 
 import torch
 import triton
@@ -13,6 +13,9 @@ from worker_proc.gpu.kernels.matmul import dot
 from worker_proc.gpu.kernels.rows import gate_up
 from worker_proc.models.base import Model
 from worker_proc.models.layers import Experts, Linear
+
+if TYPE_CHECKING:
+    from worker_proc.gpu.adapters import StepAdapters
 
 # Products of a mixture of experts: rows that chose the same expert are multiplied together.
 #
@@ -26,8 +29,8 @@ ROUTED_PAIRS = 128  # of a program that routes
 ROUTING_WARPS = 8  # so that a program's pairs fit into registers
 COUNTED = 16  # programs whose counts are read at a time
 # Arguments that are parts of one tensor, which begin at any place of it.
-ROUTED = ("chosen", "counts", "pairs", "places", "starts", "block_experts", "block_firsts",
-          "block_lasts")  # fmt: skip
+ROUTED = ("order", "chosen", "counts", "pairs", "places", "starts", "block_experts",
+          "block_firsts", "block_lasts")  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +42,7 @@ class ExpertRouting:
         chosen: `[tokens, num_chosen]` int32, their numbers.
         places: `[tokens, num_chosen]` int32, where each pair is among the sorted ones.
         pairs: `[pairs]` int32, token * num_chosen + place among its chosen experts, sorted by
-            expert and then by token.
+            expert and then in the order of the tokens.
         starts: `[num_experts + 1]` int32, the first pair of each expert; the last one: all pairs.
         block_experts: `[blocks]` int32, of each block; num_experts: the block is empty.
         block_firsts, block_lasts: `[blocks]` int32, its places in `pairs`, the last one excluded;
@@ -54,6 +57,16 @@ class ExpertRouting:
     block_experts: Tensor
     block_firsts: Tensor
     block_lasts: Tensor
+
+
+@triton.jit
+def _tokens_of(order, tokens, TOKENS: tl.constexpr, HAS_ORDER: tl.constexpr):
+    """Return the tokens of a program, and whether each exists."""
+    token = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
+    is_token = token < tokens
+    if HAS_ORDER:
+        token = tl.load(order + token, mask=is_token, other=0).to(tl.int32)
+    return token, is_token
 
 
 @triton.jit
@@ -145,16 +158,15 @@ def _sort_pairs(
 
 @triton.jit(do_not_specialize=["tokens", "num_blocks"], do_not_specialize_on_alignment=ROUTED)
 def _route(
-    scores, weights, chosen, counts, pairs, places, starts, block_experts, block_firsts,
+    scores, order, weights, chosen, counts, pairs, places, starts, block_experts, block_firsts,
     block_lasts, tokens, num_blocks,
     EXPERTS: tl.constexpr, CHOSEN: tl.constexpr, RENORMALIZE: tl.constexpr, ALONE: tl.constexpr,
-    TOKENS: tl.constexpr, BLOCK_EXPERTS: tl.constexpr, BLOCK_CHOSEN: tl.constexpr,
-    BLOCK_ROWS: tl.constexpr,
+    HAS_ORDER: tl.constexpr, TOKENS: tl.constexpr, BLOCK_EXPERTS: tl.constexpr,
+    BLOCK_CHOSEN: tl.constexpr, BLOCK_ROWS: tl.constexpr,
 ):  # fmt: skip
     program = tl.program_id(0)
-    token = program * TOKENS + tl.arange(0, TOKENS)
+    token, is_token = _tokens_of(order, tokens, TOKENS, HAS_ORDER)
     place = tl.arange(0, BLOCK_CHOSEN)
-    is_token = token < tokens
     numbers = _best_experts(
         scores, weights, token, is_token, EXPERTS, CHOSEN, RENORMALIZE, TOKENS, BLOCK_EXPERTS,
         BLOCK_CHOSEN,
@@ -178,10 +190,11 @@ def _route(
 
 @triton.jit(do_not_specialize=["tokens", "num_blocks"], do_not_specialize_on_alignment=ROUTED)
 def _sort(
-    chosen, counts, pairs, places, starts, block_experts, block_firsts, block_lasts, tokens,
+    order, chosen, counts, pairs, places, starts, block_experts, block_firsts, block_lasts, tokens,
     num_blocks,
-    EXPERTS: tl.constexpr, CHOSEN: tl.constexpr, TOKENS: tl.constexpr, COUNTED: tl.constexpr,
-    BLOCK_EXPERTS: tl.constexpr, BLOCK_CHOSEN: tl.constexpr, BLOCK_ROWS: tl.constexpr,
+    EXPERTS: tl.constexpr, CHOSEN: tl.constexpr, HAS_ORDER: tl.constexpr, TOKENS: tl.constexpr,
+    COUNTED: tl.constexpr, BLOCK_EXPERTS: tl.constexpr, BLOCK_CHOSEN: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
 ):  # fmt: skip
     program, num_programs = tl.program_id(0), tl.num_programs(0)
     expert = tl.arange(0, BLOCK_EXPERTS)
@@ -193,9 +206,9 @@ def _sort(
         count = tl.load(counts + at, mask=(other < num_programs)[:, None], other=0)
         total += tl.sum(count, 0)
         before += tl.sum(tl.where((other < program)[:, None], count, 0), 0)
-    token = program * TOKENS + tl.arange(0, TOKENS)
+    token, is_token = _tokens_of(order, tokens, TOKENS, HAS_ORDER)
     place = tl.arange(0, BLOCK_CHOSEN)
-    exists = (token < tokens)[:, None] & (place < CHOSEN)[None, :]
+    exists = is_token[:, None] & (place < CHOSEN)[None, :]
     pair = token[:, None] * CHOSEN + place[None, :]
     numbers = tl.load(chosen + pair, mask=exists, other=BLOCK_EXPERTS)
     PAIRS: tl.constexpr = TOKENS * BLOCK_CHOSEN
@@ -206,7 +219,9 @@ def _sort(
     )  # fmt: skip
 
 
-def route_pairs(scores: Tensor, num_chosen: int, renormalize: bool) -> ExpertRouting:
+def route_pairs(
+    scores: Tensor, num_chosen: int, renormalize: bool, order: Tensor | None = None
+) -> ExpertRouting:
     """Choose the experts of each token as `layers.route` does, and sort the pairs by expert.
 
     One kernel for steps of few tokens, two for others.
@@ -215,6 +230,8 @@ def route_pairs(scores: Tensor, num_chosen: int, renormalize: bool) -> ExpertRou
         scores: contiguous `[tokens, num_experts]`.
         num_chosen: experts of a token.
         renormalize: the weights of the chosen experts add up to 1.
+        order: `[tokens]` the numbers of the tokens in the order that the pairs of an expert get;
+            None: ascending.
     """
     tokens, num_experts = scores.shape
     num_pairs = tokens * num_chosen
@@ -235,15 +252,17 @@ def route_pairs(scores: Tensor, num_chosen: int, renormalize: bool) -> ExpertRou
     shape = {
         "EXPERTS": num_experts, "CHOSEN": num_chosen, "TOKENS": block_tokens,
         "BLOCK_EXPERTS": block_experts, "BLOCK_CHOSEN": block_chosen, "BLOCK_ROWS": BLOCK_ROWS,
+        "HAS_ORDER": order is not None,
     }  # fmt: skip
+    order = chosen if order is None else order
     _route[(programs,)](
-        scores, weights, chosen, counts, pairs, places, starts, *blocks, tokens, num_blocks,
+        scores, order, weights, chosen, counts, pairs, places, starts, *blocks, tokens, num_blocks,
         RENORMALIZE=renormalize, ALONE=programs == 1, num_warps=ROUTING_WARPS, **shape,
     )  # fmt: skip
     if programs > 1:
         _sort[(programs,)](
-            chosen, counts, pairs, places, starts, *blocks, tokens, num_blocks, COUNTED=COUNTED,
-            num_warps=ROUTING_WARPS, **shape,
+            order, chosen, counts, pairs, places, starts, *blocks, tokens, num_blocks,
+            COUNTED=COUNTED, num_warps=ROUTING_WARPS, **shape,
         )  # fmt: skip
     by_token = (tokens, num_chosen)
     return ExpertRouting(
@@ -415,37 +434,58 @@ class GroupedExperts:
     experts: Experts
     dense: tuple[ExpertWeights, ExpertWeights] | None
 
-    def output(self, x: Tensor, scores: Tensor) -> Tensor:
+    def output(self, x: Tensor, scores: Tensor, adapted: "StepAdapters | None" = None) -> Tensor:
         """Return the weighted sum of each token's experts, without synchronising with the host.
 
         Args:
             x: `[tokens, hidden]`.
             scores: `[tokens, num_experts]` the outputs of the router.
+            adapted: the tokens that have adapters, if any do.
 
         Returns:
             `[tokens, hidden]`.
         """
-        routing = self._route(scores)
-        if self.dense is not None:
-            up, down = self.dense
-            inner = gate_up(multiply_experts(x, up, routing, False), self.experts.activation)
-            outputs = multiply_experts(inner, down, routing, True)
-        else:
-            assert self.experts.products is not None
-            gate_and_up, back = self.experts.products
-            inner = gate_and_up(gather_rows(x, routing, gate_and_up.orders), routing.starts)
-            inner = gate_up(inner, self.experts.activation)
-            outputs = back(inner, routing.starts)
+        experts = self.experts
+        routing = self._route(scores, None if adapted is None else adapted.groups.order)
+        inner = self._gate_and_up(x, routing)
+        if adapted is not None:
+            groups = adapted.of_pairs(routing.pairs, routing.chosen, len(experts.gate_up))
+            adapted.adapt_pairs(experts.gate_up, x, inner, groups, False)
+        inner = gate_up(inner, experts.activation)
+        outputs = self._down(inner, routing)
+        if adapted is not None:
+            adapted.adapt_pairs(experts.down, inner, outputs, groups, True)
         return sum_experts(outputs, routing)
 
-    def compile_routing(self, dtype: torch.dtype, device: torch.device) -> None:
+    def compile_routing(
+        self, dtype: torch.dtype, device: torch.device, with_adapters: bool
+    ) -> None:
         """Compile what steps of few and of many tokens launch to choose experts."""
         num_experts = len(self.experts.gate_up)
         for tokens in (1, ROUTED_PAIRS + 1):
-            self._route(torch.zeros(tokens, num_experts, dtype=dtype, device=device))
+            scores = torch.zeros(tokens, num_experts, dtype=dtype, device=device)
+            self._route(scores, None)
+            if with_adapters:
+                self._route(scores, torch.arange(tokens, device=device))
 
-    def _route(self, scores: Tensor) -> ExpertRouting:
-        return route_pairs(scores, self.experts.num_chosen, self.experts.renormalize)
+    def _route(self, scores: Tensor, order: Tensor | None) -> ExpertRouting:
+        experts = self.experts
+        return route_pairs(scores, experts.num_chosen, experts.renormalize, order)
+
+    def _gate_and_up(self, x: Tensor, routing: ExpertRouting) -> Tensor:
+        """Return [gate, up] of each pair, `[pairs, 2 * inner]`."""
+        if self.dense is not None:
+            return multiply_experts(x, self.dense[0], routing, False)
+        assert self.experts.products is not None
+        product = self.experts.products[0]
+        return product(gather_rows(x, routing, product.orders), routing.starts)
+
+    def _down(self, inner: Tensor, routing: ExpertRouting) -> Tensor:
+        """Return the output of each pair, `[pairs, hidden]`."""
+        if self.dense is not None:
+            return multiply_experts(inner, self.dense[1], routing, True)
+        assert self.experts.products is not None
+        return self.experts.products[1](inner, routing.starts)
 
 
 def grouped_experts(model: Model) -> dict[Experts, GroupedExperts]:
