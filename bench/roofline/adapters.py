@@ -7,6 +7,11 @@ and have random numbers. Steps with adapters and without take turns. The least t
 that without adapters, and that of reading the adapters from memory once. The exit code is 1 if a
 step takes longer than that over `--share`.
 
+    python -m bench.roofline.adapters --experts --adapters 1 8 -- --model DIRECTORY
+
+With `--experts`, adapters change also the matrices of experts, of which a step reads those that it
+has chosen, and steps are compared with those of plain torch, which take turns with them.
+
 Takes the flags of a server behind `--`.
 """
 
@@ -35,10 +40,11 @@ GB = 1e9
 
 
 class AdapterSteps(NamedTuple):
-    """Steps of streams after a context, with some adapters."""
+    """Steps of streams after a context, with some adapters, by an engine."""
 
     context: int
     num_adapters: int
+    backend: str = "native"
 
 
 class AdapterTurn(NamedTuple):
@@ -48,8 +54,8 @@ class AdapterTurn(NamedTuple):
     bytes_per_s: float
 
 
-def random_adapter(model: "Model", rank: int, seed: int) -> "Adapter":
-    """Return an adapter of every projection, except those of experts."""
+def random_adapter(model: "Model", rank: int, seed: int, experts: bool) -> "Adapter":
+    """Return an adapter of every projection; of those of experts only with `experts`."""
     import torch
 
     from worker_proc.adapters.change import Adapter, LinearChange, Part
@@ -58,9 +64,9 @@ def random_adapter(model: "Model", rank: int, seed: int) -> "Adapter":
     generator = torch.Generator().manual_seed(seed)
     of_experts = {
         layer
-        for experts in model.modules()
-        if isinstance(experts, Experts)
-        for layer in experts.modules()
+        for module in model.modules()
+        if isinstance(module, Experts) and not experts
+        for layer in (*module.gate_up, *module.down)
     }
     numbers = {matrix: number for number, matrix in enumerate(model.matrices())}
     parts: dict[int, list[Part]] = {}
@@ -103,22 +109,33 @@ def measure(config: server_config.ServerConfig, options: Namespace) -> int:
     runner = bench.runner
     if not isinstance(runner.engine, NativeEngine):
         raise ConfigError("the steps are those of the native kernels: no --attention-backend")
+    benches = {"native": bench}
+    if options.experts:
+        plain = config.replace(attention_backend="torch", quantization="none")
+        benches["torch"], _ = make_bench(plain, context_length)
     model = build_model(resolve_model(config.model).config)
     num_bytes = []
     for index in range(max(options.adapters)):
-        packed = runner.engine.pack_adapter(random_adapter(model, options.rank, index))
+        adapter = random_adapter(model, options.rank, index, options.experts)
+        packed = runner.engine.pack_adapter(adapter)
         runner.engine.set_adapter(index, packed)
         num_bytes.append(packed.num_bytes)
-    bench.fill()
+        if options.experts:
+            benches["torch"].runner.engine.set_adapter(index, adapter)
+    for one in benches.values():
+        one.fill()
     reads = ReadSpeed(config.worker, runner.dtype)
     kinds = [
-        AdapterSteps(context, n) for context in options.contexts for n in (0, *options.adapters)
+        AdapterSteps(context, n, backend)
+        for context in options.contexts
+        for n in (0, *options.adapters)
+        for backend in benches
     ]
     turns = []
     for number in range(options.turns):
         order = random.Random(number).sample(kinds, len(kinds))
         before = reads.measure()
-        ms = {kind: steps_ms(bench, kind, options.streams) for kind in order}
+        ms = {kind: steps_ms(benches[kind.backend], kind, options.streams) for kind in order}
         turns.append(AdapterTurn(ms, (before + reads.measure()) / 2))
     print(
         f"{machine.model}, {machine.dtype}, quantization {runner.quantization},"
@@ -126,6 +143,9 @@ def measure(config: server_config.ServerConfig, options: Namespace) -> int:
         f" {num_bytes[0] / 1e6:.1f} MB an adapter; memory is read at"
         f" {median(turn.bytes_per_s for turn in turns) / GB:.1f} GB/s\n"
     )
+    if options.experts:
+        print_beside_torch(turns, [kind for kind in kinds if kind.backend == "native"])
+        return EXIT_OK
     rows, holds = [], True
     for kind in kinds:
         times = [turn.ms[kind] for turn in turns]
@@ -149,12 +169,34 @@ def measure(config: server_config.ServerConfig, options: Namespace) -> int:
     return EXIT_OK if holds else EXIT_FAILED
 
 
+def print_beside_torch(turns: Sequence[AdapterTurn], kinds: Sequence[AdapterSteps]) -> None:
+    """Print steps of the native kernels beside those of plain torch."""
+    rows = []
+    for kind in kinds:
+        ours = [turn.ms[kind] for turn in turns]
+        base = [turn.ms[kind._replace(num_adapters=0)] for turn in turns]
+        theirs = [turn.ms[kind._replace(backend="torch")] for turn in turns]
+        rows.append(
+            (
+                str(kind.context),
+                str(kind.num_adapters),
+                f"{median(ours):.2f}",
+                f"{median(b / t for b, t in zip(base, ours, strict=True)):.2f}",
+                f"{median(theirs):.2f}",
+                f"{median(p / t for p, t in zip(theirs, ours, strict=True)):.2f}",
+            )
+        )
+    header = ("context", "adapters", "ms a step", "of the base's rate", "ms by torch", "times ours")
+    print(markdown_table(header, rows))
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command."""
     own, flags = split_common(sys.argv[1:] if arguments is None else list(arguments))
     parser = command_parser("bench.roofline.adapters", __doc__)
     parser.add_argument("--rank", type=int, default=16, help="of each product")
     parser.add_argument("--adapters", type=int, nargs="+", default=[1, 8, 32], help="in a step")
+    parser.add_argument("--experts", action="store_true", help="change those, and time torch, too")
     parser.add_argument("--contexts", type=int, nargs="+", default=[128, 1024], help="in tokens")
     parser.add_argument("--streams", type=int, default=32, help="that decode in a step")
     parser.add_argument("--turns", type=int, default=8, help="of each kind of step")
