@@ -156,8 +156,8 @@ def all_attention(capability: int) -> Iterator[Compiled]:
 
 
 def one_of_each_kernel(capability: int) -> Iterator[Compiled]:
-    """Return every kernel but attention once, with the last of its shapes."""
-    kernels = {one.kernel: one for one in other_kernels(capability)}
+    """Return every kernel but attention for each type of order, with the last of its shapes."""
+    kernels = {(one.kernel, one.types.get("order")): one for one in other_kernels(capability)}
     yield from kernels.values()
 
 
@@ -240,7 +240,7 @@ def adapter_kernels() -> Iterator[Compiled]:
     tables |= {"last_block": IDS, "pairs": "*i32", "chosen": "*i32", "num_pairs": "i32"}
     yield Compiled("pairs with adapters", adapters._cut_pairs,
                    {"CHOSEN": 8, "PAIRS": adapters.CUT_PAIRS, "BLOCK_ROWS": adapters.BLOCK_ROWS},
-                   tables)  # fmt: skip
+                   tables, {"num_warps": adapters.CUT_WARPS})  # fmt: skip
     tables |= dict.fromkeys(("number", "num_matrices", "inputs", "outputs", "x_stride"), "i32")
     tables |= dict.fromkeys(("y_stride", "thin_stride", "split_stride", "known_stride"), "i32")
     tables |= {"thin": FLOATS, "scale": "fp32"}

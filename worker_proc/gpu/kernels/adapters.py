@@ -37,6 +37,7 @@ NUM_SPLITS = 8  # of the inputs of D
 RANK_PROGRAMS = 4  # for a block of rows and a split
 STAGES = 3
 CUT_PAIRS = 128  # of a program that cuts pairs into blocks
+CUT_WARPS = 8  # so that what it compares fits into registers
 BLOCK_FIELDS = tl.constexpr(4)
 
 
@@ -84,8 +85,8 @@ def _cut_pairs(
     place = tl.program_id(0) * PAIRS + number
     exists = place < num_pairs
     pair = tl.load(pairs + place, mask=exists, other=0)
-    adapter = tl.load(adapters + pair // CHOSEN, mask=exists, other=-1)
-    expert = tl.load(chosen + pair, mask=exists, other=0).to(tl.int64)
+    adapter = tl.load(adapters + pair // CHOSEN, mask=exists, other=-1).to(tl.int32)
+    expert = tl.load(chosen + pair, mask=exists, other=0)
     is_alike = (adapter[:, None] == adapter[None, :]) & (expert[:, None] == expert[None, :])
     is_earlier = number[None, :] < number[:, None]
     count = tl.sum(is_alike.to(tl.int32), 1)
@@ -94,10 +95,9 @@ def _cut_pairs(
     found = begins.to(tl.int64)
     first = tl.atomic_add(last_block, tl.sum(found, 0)) + 1
     block = blocks + (first + tl.cumsum(found, 0) - found) * BLOCK_FIELDS
-    tl.store(block, adapter, mask=begins)
-    tl.store(block + 1, expert, mask=begins)
-    tl.store(block + 2, place.to(tl.int64), mask=begins)
-    tl.store(block + 3, tl.minimum(count - earlier, BLOCK_ROWS).to(tl.int64), mask=begins)
+    fields = (adapter, expert, place, tl.minimum(count - earlier, BLOCK_ROWS))
+    for i in tl.static_range(4):
+        tl.store(block + i, fields[i].to(tl.int64), mask=begins)
 
 
 def group_pairs(
@@ -121,7 +121,7 @@ def group_pairs(
     blocks, last_block = memory[:size].view(num_blocks, -1), memory[size:]
     _cut_pairs[(programs,)](
         pairs, chosen, adapters, blocks, last_block, num_pairs, CHOSEN=num_chosen,
-        PAIRS=CUT_PAIRS, BLOCK_ROWS=BLOCK_ROWS,
+        PAIRS=CUT_PAIRS, BLOCK_ROWS=BLOCK_ROWS, num_warps=CUT_WARPS,
     )  # fmt: skip
     return PairGroups(pairs, blocks, num_chosen)
 
