@@ -27,6 +27,14 @@ void tile_product(float* out, long out_stride, const uint32_t* a, long a_stride,
         for (int p = 0; p < PANELS; p++) store(out + r * out_stride + p * LANES, acc[r][p]);
 }
 
+// Returns F's product for a tile of some rows and one or TILE_PANELS panels.
+template <class F, int... ROWS>
+TileProduct choose_tile(int rows, int panels, std::integer_sequence<int, ROWS...>) {
+    static constexpr TileProduct of_one[] = {F::template product<ROWS + 1, 1>...};
+    static constexpr TileProduct of_all[] = {F::template product<ROWS + 1, TILE_PANELS>...};
+    return (panels == 1 ? of_one : of_all)[rows - 1];
+}
+
 // Products unit by unit, with panels [depth][16 columns].
 template <class E>
 struct UnitProducts {
@@ -35,16 +43,11 @@ struct UnitProducts {
     template <int R>
     static constexpr Pack pack = ::pack<E, R>;
 
-    static TileProduct tile(int64_t, int rows, int panels) {
-        typedef std::make_integer_sequence<int, ROWS> Rows;
-        return panels == 1 ? choose<1>(rows, Rows()) : choose<TILE_PANELS>(rows, Rows());
-    }
+    template <int R, int PANELS>
+    static constexpr TileProduct product = tile_product<E, R, PANELS>;
 
-  private:
-    template <int PANELS, int... R>
-    static TileProduct choose(int rows, std::integer_sequence<int, R...>) {
-        static constexpr TileProduct all[] = {tile_product<E, R + 1, PANELS>...};
-        return all[rows - 1];
+    static TileProduct tile(int64_t, int rows, int panels) {
+        return choose_tile<UnitProducts>(rows, panels, std::make_integer_sequence<int, ROWS>());
     }
 };
 
@@ -57,16 +60,13 @@ struct MatrixProducts {
     static constexpr Pack pack = M::template pack<R>;
 
     static TileProduct tile(int64_t, int rows, int panels) {
-        typedef std::make_integer_sequence<int, ROWS> Rows;
-        return panels == 1 ? choose<1>(rows, Rows()) : choose<TILE_PANELS>(rows, Rows());
+        return choose_tile<MatrixProducts>(rows, panels, std::make_integer_sequence<int, ROWS>());
     }
 
   private:
-    template <int PANELS, int... R>
-    static TileProduct choose(int rows, std::integer_sequence<int, R...>) {
-        static constexpr TileProduct all[] = {product<R + 1, PANELS>...};
-        return all[rows - 1];
-    }
+    template <class F, int... R>
+    friend TileProduct choose_tile(int rows, int panels, std::integer_sequence<int, R...>);
+
     template <int R, int PANELS>
     static void product(float* out, long out_stride, const uint32_t* a, long a_stride,
                         const uint32_t* panels, long panel_units, long depth,
