@@ -176,10 +176,11 @@ def check_equal(ours: Sequence[Answer], theirs: Sequence[Answer]) -> None:
 def test_answers_equal_those_of_plain_torch(family: str, tmp_path: Path) -> None:
     """Prompts in chunks beside rows that decode, of the base and of all adapters."""
     changes = {**SMALL, "tie_word_embeddings": family.startswith("tied")}
-    directory = {
-        "gpt2": lambda: tiny_gpt2(tmp_path, n_layer=1, n_head=2),
-        **{name: partial(make, tmp_path, num_hidden_layers=1) for name, make in EXPERTS.items()},
-    }.get(family, lambda: tiny_llama(tmp_path, **changes))()
+    make = {
+        "gpt2": partial(tiny_gpt2, n_layer=1, n_head=2),
+        **{name: partial(tiny, num_hidden_layers=1) for name, tiny in EXPERTS.items()},
+    }.get(family, partial(tiny_llama, **changes))
+    directory = make(tmp_path)
     adapters, requests = adapters_of(decoder(directory)), requests_of(4)
     torch_runner = runner_of(directory, attention_backend="torch")
     for index, adapter in enumerate(adapters):

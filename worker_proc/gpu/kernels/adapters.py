@@ -160,29 +160,31 @@ def _shrink(
     block = blocks + tl.program_id(0) * BLOCK_FIELDS
     if tl.load(block) >= 0:
         entry = _entry(table, block, number, num_matrices)
-        down = _numbers(entry + DOWN, x)
-        ranks = tl.load(entry + RANKS)
-        place, is_row, row = _rows_of(block, order, BLOCK_ROWS)
-        rows = x + (place if X_SORTED else row // CHOSEN)[:, None] * x_stride
-        size = tl.cdiv(tl.cdiv(inputs, NUM_SPLITS), BLOCK_INPUTS) * BLOCK_INPUTS
-        first = tl.program_id(2) * SPLITS
-        for begin in range(tl.program_id(1) * BLOCK_RANKS, ranks, PROGRAMS * BLOCK_RANKS):
-            rank = begin + tl.arange(0, BLOCK_RANKS)
-            is_rank = rank < ranks
-            total = tl.zeros([BLOCK_ROWS, BLOCK_RANKS], tl.float32)
-            for split in range(first, first + SPLITS):
-                sums = tl.zeros([BLOCK_ROWS, BLOCK_RANKS], tl.float32)
-                for start in range(split * size, tl.minimum(inputs, (split + 1) * size),
-                                   BLOCK_INPUTS):  # fmt: skip
-                    k = start + tl.arange(0, BLOCK_INPUTS)
-                    is_input = (k < inputs)[None, :]
-                    tile = tl.load(rows + k[None, :], mask=is_row[:, None] & is_input, other=0.0)
-                    places = down + rank[:, None] * inputs + k[None, :]
-                    weights = tl.load(places, mask=is_rank[:, None] & is_input, other=0.0)
-                    sums = dot_add(tile, tl.trans(weights), sums)
-                total += sums
-            to = thin + tl.program_id(2) * split_stride + place[:, None] * thin_stride
-            tl.store(to + rank[None, :], total, mask=is_row[:, None] & is_rank[None, :])
+        ranks, first_rank = tl.load(entry + RANKS), tl.program_id(1) * BLOCK_RANKS
+        if first_rank < ranks:
+            down = _numbers(entry + DOWN, x)
+            place, is_row, row = _rows_of(block, order, BLOCK_ROWS)
+            rows = x + (place if X_SORTED else row // CHOSEN)[:, None] * x_stride
+            size = tl.cdiv(tl.cdiv(inputs, NUM_SPLITS), BLOCK_INPUTS) * BLOCK_INPUTS
+            first = tl.program_id(2) * SPLITS
+            for begin in range(first_rank, ranks, PROGRAMS * BLOCK_RANKS):
+                rank = begin + tl.arange(0, BLOCK_RANKS)
+                is_rank = rank < ranks
+                total = tl.zeros([BLOCK_ROWS, BLOCK_RANKS], tl.float32)
+                for split in range(first, first + SPLITS):
+                    sums = tl.zeros([BLOCK_ROWS, BLOCK_RANKS], tl.float32)
+                    for start in range(split * size, tl.minimum(inputs, (split + 1) * size),
+                                       BLOCK_INPUTS):  # fmt: skip
+                        k = start + tl.arange(0, BLOCK_INPUTS)
+                        is_input = (k < inputs)[None, :]
+                        exists = is_row[:, None] & is_input
+                        tile = tl.load(rows + k[None, :], mask=exists, other=0.0)
+                        places = down + rank[:, None] * inputs + k[None, :]
+                        weights = tl.load(places, mask=is_rank[:, None] & is_input, other=0.0)
+                        sums = dot_add(tile, tl.trans(weights), sums)
+                    total += sums
+                to = thin + tl.program_id(2) * split_stride + place[:, None] * thin_stride
+                tl.store(to + rank[None, :], total, mask=is_row[:, None] & is_rank[None, :])
 
 
 @triton.jit
@@ -324,8 +326,10 @@ def adapt(
     num_blocks, num_matrices = len(groups.blocks), table.shape[1]
     if not num_blocks:
         return
-    of_pairs = isinstance(groups, PairGroups)
-    order, num_chosen = (groups.pairs, groups.num_chosen) if of_pairs else (groups.order, 1)
+    if isinstance(groups, PairGroups):
+        order, num_chosen, of_pairs = groups.pairs, groups.num_chosen, True
+    else:
+        order, num_chosen, of_pairs = groups.order, 1, False
     parts = NUM_SPLITS if is_split else 1
     thin = torch.empty(parts, len(order), max_ranks, device=x.device)
     _shrink[(num_blocks, RANK_PROGRAMS, parts)](
