@@ -21,7 +21,8 @@ from tests.unit.quantized_checkpoint import FORMATS, quantize_checkpoint
 
 from tests.triton_device import DEVICE, needs_float32_codes  # isort: skip (it comes first)
 
-from tests.unit.worker_driver import Driver, prompts_of
+from tests.unit.worker.random_adapters import random_adapter
+from tests.unit.worker_driver import Driver, load_on_cpu, prompts_of, runner_of
 from worker_proc.gpu.engine import TritonEngine
 from worker_proc.gpu.quantized import (
     INPUT_MULTIPLE,
@@ -32,6 +33,7 @@ from worker_proc.gpu.quantized import (
 )
 from worker_proc.gpu.quantized_experts import DenseExperts, ExpertPacker, check_experts
 from worker_proc.loading.loader import load_model
+from worker_proc.models.decoder import Decoder
 from worker_proc.models.layers import Experts, Linear
 from worker_proc.startup import build
 from worker_proc.startup.build import make_runner
@@ -98,6 +100,34 @@ def test_greedy_tokens_are_those_of_transformers_with_the_values_of_the_file(
 
 
 @needs_float32_codes
+@needs_float32_codes
+def test_adapters_know_the_order_of_the_experts_inputs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`desc_act` reorders what is between the two products of an expert."""
+    dense = tiny_mixtral(tmp_path / "dense", intermediate_size=64, num_hidden_layers=1)
+    stored = Path(copytree(dense, tmp_path / "stored"))
+    values = quantize_checkpoint(stored, *FORMATS["gptq 4 bits, act order"])
+    save_file({name: value.contiguous() for name, value in values.items()},
+              dense / "model.safetensors", {"format": "pt"})  # fmt: skip
+    reference, model = runner_of(dense, attention_backend="torch"), load_on_cpu(dense)
+    assert isinstance(model, Decoder)
+    adapter = random_adapter(model, 4, seed=1, gain=True, shift=True, experts=True)
+    monkeypatch.setattr(build, "choose_quantization", lambda *_: "checkpoint")
+    one = runner(stored, enable_lora=True, max_loras=1)
+    assert_packed(experts_of(one))
+    assert any(order is not None for order in experts_of(one)[0].inner_orders)
+    outputs = []
+    for engine in (one, reference):
+        engine.engine.set_adapter(0, adapter)
+        driver = Driver(engine)
+        requests = [driver.add(prompt) for prompt in prompts_of(LENGTHS)]
+        driver.set_adapter(requests[1], 0)
+        driver.generate(requests, 3)
+        outputs.append([request.output for request in requests])
+    assert outputs[0] == outputs[1]
+
+
 def test_experts_of_gpt_oss_keep_their_codes_in_mxfp4(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

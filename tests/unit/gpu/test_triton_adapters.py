@@ -34,6 +34,7 @@ from worker_proc.gpu.adapters import (
     num_blocks_of,
 )
 from worker_proc.gpu.engine import TritonEngine
+from worker_proc.gpu.kernels import adapters as kernels
 from worker_proc.gpu.kernels.adapters import BLOCK_ROWS, group_pairs
 from worker_proc.gpu.kernels.experts import route_pairs
 from worker_proc.models.decoder import Decoder
@@ -51,6 +52,12 @@ TRITON: dict[str, Any] = {
     "max_lora_rank": 40,
 }
 LIMITS = AdapterLimits(4, 40)
+
+
+@pytest.fixture
+def few_splits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Split the inputs of D over fewer programs, each of which the interpreter takes long for."""
+    monkeypatch.setattr(kernels, "NUM_SPLITS", 2)
 
 
 def decoder(directory: Path) -> Decoder:
@@ -172,6 +179,7 @@ def check_equal(ours: Sequence[Answer], theirs: Sequence[Answer]) -> None:
         np.testing.assert_allclose(one.logprobs, other.logprobs, rtol=0, atol=1e-4)
 
 
+@pytest.mark.usefixtures("few_splits")
 @pytest.mark.parametrize("family", ["llama", "tied llama", "gpt2", *EXPERTS])
 def test_answers_equal_those_of_plain_torch(family: str, tmp_path: Path) -> None:
     """Prompts in chunks beside rows that decode, of the base and of all adapters."""
@@ -207,6 +215,7 @@ def graph_runner(directory: Path, max_loras: int = 4) -> Runner:
     return Runner(engine, plain.table, plain.dtype)
 
 
+@pytest.mark.usefixtures("few_splits")
 @pytest.mark.parametrize("family", ["llama", "mixtral"])
 def test_graphs_of_decode_steps_compute_adapters_that_come_and_go(
     family: str, tmp_path: Path
@@ -231,6 +240,7 @@ def test_graphs_of_decode_steps_compute_adapters_that_come_and_go(
         run_adapted(runner, requests[:1], 2)
 
 
+@pytest.mark.usefixtures("few_splits")
 @pytest.mark.parametrize("family", ["llama", "mixtral"])
 def test_only_rows_that_sample_are_changed_after_the_last_attention(
     family: str, tmp_path: Path
@@ -294,6 +304,7 @@ def test_the_largest_step_that_is_measured_has_an_adapter(
     assert 0 in adapters  # a GPU measures its graphs of the base, too
 
 
+@pytest.mark.usefixtures("few_splits")
 @pytest.mark.parametrize("family", ["llama", "mixtral"])
 def test_deterministic_bits_depend_on_no_other_adapter(family: str, tmp_path: Path) -> None:
     """Neither those of rows with adapters nor those of the base."""
