@@ -16,17 +16,17 @@ from worker_proc.gpu.kernels import adapters as kernels
 from worker_proc.gpu.kernels.adapters import (
     BLOCK_FIELDS,
     BLOCK_ROWS,
+    MAX_SPLIT_ROWS,
     TILE_OUTPUTS,
-    PairGroups,
     RowGroups,
+    StepAdapters,
 )
 from worker_proc.models.attention import Ints
 from worker_proc.models.decoder import Decoder
-from worker_proc.models.layers import Embedding, Experts, Linear, gate_up_rows
+from worker_proc.models.layers import Experts, gate_up_rows
 from worker_proc.models.transfer import send, send_all
 
 ALIGNMENT = 16  # elements; of what begins in an adapter's memory, and of the columns of U
-MAX_SPLIT_ROWS = 256  # of a step whose shrinking products are split over more programs
 DOWN, UP, SPANS, GAIN, SHIFT, EMBEDDING, RANKS, WIDTH = (
     field.value
     for field in (
@@ -98,66 +98,6 @@ class DeviceAdapter(Adapter):
     def num_bytes(self) -> int:
         """Bytes on the device."""
         return len(self.memory)
-
-
-@dataclass(frozen=True, slots=True)
-class StepAdapters:
-    """The rows of a step that have adapters, and the adapters.
-
-    Attributes:
-        table: `[adapters, matrices, fields]` int64.
-        numbers: of the matrices.
-        max_ranks: rows of the D of any adapter.
-        groups: the rows.
-        is_split: see `kernels.adapters.adapt`.
-    """
-
-    table: Tensor
-    numbers: dict[nn.Module, int]
-    max_ranks: int
-    groups: RowGroups
-    is_split: bool
-
-    def adapt(self, matrix: Linear | Embedding, x: Tensor, y: Tensor, bias: Tensor | None) -> None:
-        """Change y = x Wᵀ + b `[rows, outputs]` in place."""
-        number = self.numbers[matrix]
-        kernels.adapt(x, y, bias, self.table, self.groups, number, self.max_ranks, self.is_split)
-
-    def of_pairs(self, pairs: Tensor, chosen: Tensor, num_experts: int) -> PairGroups:
-        """Return the pairs of a token and an expert whose tokens have adapters.
-
-        Args:
-            pairs: `[pairs]`, sorted by expert and then in the order of `groups`.
-            chosen: `[tokens, num_chosen]` the experts of each token.
-            num_experts: of the layer.
-        """
-        return kernels.group_pairs(
-            pairs, chosen, self.groups.adapters, num_experts, len(self.table)
-        )
-
-    def adapt_pairs(
-        self, projections: nn.ModuleList, x: Tensor, y: Tensor, groups: PairGroups, is_sorted: bool
-    ) -> None:
-        """Change the products of pairs in place, see `kernels.adapters.adapt`."""
-        kernels.adapt(
-            x, y, None, self.table, groups, self.numbers[projections[0]], self.max_ranks,
-            self.is_split and len(y) <= MAX_SPLIT_ROWS, is_sorted,
-        )  # fmt: skip
-
-    def add_embedding(
-        self,
-        known: Tensor,
-        slots: Tensor,
-        positions: Tensor,
-        tokens: Embedding,
-        scale: float,
-        out: Tensor,
-    ) -> None:
-        """Add to the embeddings `[tokens, hidden]` float32 in place."""
-        kernels.add_embedding(
-            known, slots, positions, tokens.weight, out, self.table, self.groups,
-            self.numbers[tokens], scale,
-        )  # fmt: skip
 
 
 class GPUAdapters:

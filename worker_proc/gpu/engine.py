@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from quadriga.errors import ConfigError, ModelError
-from worker_proc.gpu.adapters import GPUAdapters, StepAdapters
+from worker_proc.gpu.adapters import GPUAdapters
 from worker_proc.gpu.graphs import (
     Capture,
     DecodeGraphs,
@@ -21,6 +21,7 @@ from worker_proc.gpu.graphs import (
     PromptInputs,
     PromptStep,
 )
+from worker_proc.gpu.kernels.adapters import StepAdapters
 from worker_proc.gpu.kernels.experts import grouped_experts
 from worker_proc.gpu.kernels.matmul import multiply
 from worker_proc.gpu.kernels.sampling import mask_forbidden, sample_tokens

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from worker_proc.gpu.adapters import StepAdapters
+from worker_proc.gpu.kernels.adapters import StepAdapters
 from worker_proc.gpu.kernels.experts import GroupedExperts
 from worker_proc.gpu.kernels.rows import add_and_norm, embed, norm_and_add
 from worker_proc.gpu.pages import AttentionMetadata, Pages

@@ -12,14 +12,16 @@ adapter; the device cuts them into blocks (`_cut_pairs`), which the same two ker
 Sums are added up in one order, whatever the number of rows.
 """
 
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
-from torch import Tensor
+from torch import Tensor, nn
 
 from worker_proc.gpu.kernels.matmul import dot_add
+from worker_proc.models.layers import Embedding, Linear
 
 # Columns of the table, of what an adapter changes in a matrix: addresses, 0 for what there is not,
 # and the number of rows of D and of columns of U.
@@ -36,6 +38,7 @@ EMBEDDING_COLUMNS = 256
 NUM_SPLITS = 8  # of the inputs of D
 RANK_PROGRAMS = 4  # for a block of rows and a split
 STAGES = 3
+MAX_SPLIT_ROWS = 256  # of a step whose shrinking products are split over more programs
 CUT_PAIRS = 128  # of a program that cuts pairs into blocks
 CUT_WARPS = 8  # so that what it compares fits into registers
 BLOCK_FIELDS = tl.constexpr(4)
@@ -378,4 +381,62 @@ def add_embedding(
             known, slots, positions, embedding, table, groups.order, groups.blocks, out, number,
             table.shape[1], known.stride(0), scale, WIDTH=width, BLOCK_ROWS=BLOCK_ROWS,
             COLUMNS=EMBEDDING_COLUMNS,
+        )  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class StepAdapters:
+    """The rows of a step that have adapters, and the adapters.
+
+    Attributes:
+        table: `[adapters, matrices, fields]` int64.
+        numbers: of the matrices.
+        max_ranks: rows of the D of any adapter.
+        groups: the rows.
+        is_split: see `adapt`.
+    """
+
+    table: Tensor
+    numbers: dict[nn.Module, int]
+    max_ranks: int
+    groups: RowGroups
+    is_split: bool
+
+    def adapt(self, matrix: Linear | Embedding, x: Tensor, y: Tensor, bias: Tensor | None) -> None:
+        """Change y = x Wᵀ + b `[rows, outputs]` in place."""
+        number = self.numbers[matrix]
+        adapt(x, y, bias, self.table, self.groups, number, self.max_ranks, self.is_split)
+
+    def of_pairs(self, pairs: Tensor, chosen: Tensor, num_experts: int) -> PairGroups:
+        """Return the pairs of a token and an expert whose tokens have adapters.
+
+        Args:
+            pairs: `[pairs]`, sorted by expert and then in the order of `groups`.
+            chosen: `[tokens, num_chosen]` the experts of each token.
+            num_experts: of the layer.
+        """
+        return group_pairs(pairs, chosen, self.groups.adapters, num_experts, len(self.table))
+
+    def adapt_pairs(
+        self, projections: nn.ModuleList, x: Tensor, y: Tensor, groups: PairGroups, is_sorted: bool
+    ) -> None:
+        """Change the products of pairs in place, see `adapt`."""
+        adapt(
+            x, y, None, self.table, groups, self.numbers[projections[0]], self.max_ranks,
+            self.is_split and len(y) <= MAX_SPLIT_ROWS, is_sorted,
+        )  # fmt: skip
+
+    def add_embedding(
+        self,
+        known: Tensor,
+        slots: Tensor,
+        positions: Tensor,
+        tokens: Embedding,
+        scale: float,
+        out: Tensor,
+    ) -> None:
+        """Add to the embeddings `[tokens, hidden]` float32 in place."""
+        add_embedding(
+            known, slots, positions, tokens.weight, out, self.table, self.groups,
+            self.numbers[tokens], scale,
         )  # fmt: skip

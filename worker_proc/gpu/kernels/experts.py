@@ -2,20 +2,18 @@
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, cast
+from typing import cast
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from worker_proc.gpu.kernels.adapters import StepAdapters
 from worker_proc.gpu.kernels.matmul import dot
 from worker_proc.gpu.kernels.rows import gate_up
 from worker_proc.models.base import Model
 from worker_proc.models.layers import Experts, Linear
-
-if TYPE_CHECKING:
-    from worker_proc.gpu.adapters import StepAdapters
 
 # Products of a mixture of experts: rows that chose the same expert are multiplied together.
 #
@@ -434,7 +432,7 @@ class GroupedExperts:
     experts: Experts
     dense: tuple[ExpertWeights, ExpertWeights] | None
 
-    def output(self, x: Tensor, scores: Tensor, adapted: "StepAdapters | None" = None) -> Tensor:
+    def output(self, x: Tensor, scores: Tensor, adapted: StepAdapters | None = None) -> Tensor:
         """Return the weighted sum of each token's experts, without synchronising with the host.
 
         Args:
