@@ -40,7 +40,7 @@ from quadriga.server.processes.control_channel import (
     continue_at_parents_death,
 )
 from quadriga.server.processes.machine import MAX_OPEN_FILES, allow_open_files
-from quadriga.server.processes.page_sources import write_sources
+from quadriga.server.processes.page_sources import SourcesFile
 from quadriga.server.processes.replicas import RING
 from quadriga.server.processes.supervisor import Death, ReadyAgain, Supervisor, SupervisorEvent
 from quadriga.wire.curve import inner_key_id
@@ -158,7 +158,7 @@ class Crew(KeptProcesses):
         )
         self._pages_address = "" if pages is None else pages.address
         self._worker, self._scheduler, _ = names
-        self._sources_number = 0
+        self._sources = SourcesFile(self._supervisor.run_dir)
         self._has_joined = False
 
     def _handle(self, event: object) -> None:
@@ -183,10 +183,7 @@ class Crew(KeptProcesses):
         elif command is Command.RELOAD:
             self._supervisor[self._worker].stop_for_reload()
         elif command is Command.SOURCES:
-            number, _, sources = argument.partition(" ")
-            if int(number) > self._sources_number:  # Ray may change the order of commands
-                self._sources_number = int(number)
-                write_sources(self._supervisor.run_dir, sources)
+            self._sources.update(argument)
 
     def _survives(self, death: Death) -> bool:
         """Restart a process that died; return False if the replica ends with it."""

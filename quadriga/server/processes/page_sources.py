@@ -25,6 +25,30 @@ def write_sources(run_dir: Path, text: str) -> None:
     os.rename(unfinished, run_dir / FILE_NAME)
 
 
+class SourcesFile:
+    """Keeps the file of a run for the worker, as the driver says.
+
+    Args:
+        run_dir: directory of the run.
+    """
+
+    def __init__(self, run_dir: Path) -> None:
+        self._run_dir = run_dir
+        self._number = 0
+
+    def update(self, command: str) -> None:
+        """Take in the argument of a command SOURCES, unless a later one has come before it.
+
+        Args:
+            command: its number, and the text of format_sources. Ray may change the order of
+                commands.
+        """
+        number, _, text = command.partition(" ")
+        if int(number) > self._number:
+            self._number = int(number)
+            write_sources(self._run_dir, text)
+
+
 class PageSources:
     """Reads the file of a run.
 

@@ -12,7 +12,12 @@ import numpy as np
 import pytest
 import zmq
 
-from quadriga.server.processes.page_sources import PageSources, format_sources, write_sources
+from quadriga.server.processes.page_sources import (
+    PageSources,
+    SourcesFile,
+    format_sources,
+    write_sources,
+)
 from quadriga.wire.curve import make_server_keys
 from quadriga.wire.links import NodeLinks, ReservedPort
 from tests.link_proxy import LinkProxy
@@ -359,4 +364,13 @@ def test_the_file_of_sources_is_read_again_when_it_has_changed(tmp_path: Path) -
     write_sources(tmp_path, format_sources({2: "tcp://10.0.0.2:1", 1: "tcp://10.0.0.1:1"}))
     assert sources.find() == {2: "tcp://10.0.0.2:1"}
     write_sources(tmp_path, "")
+    assert sources.find() == {}
+
+
+def test_sources_that_were_said_earlier_and_come_later_do_not_count(tmp_path: Path) -> None:
+    file, sources = SourcesFile(tmp_path), PageSources(tmp_path, (0,))
+    file.update("2 0=tcp://10.0.0.1:1")
+    file.update("1 0=tcp://10.0.0.1:7")
+    assert sources.find() == {0: "tcp://10.0.0.1:1"}
+    file.update("3 ")
     assert sources.find() == {}
