@@ -96,8 +96,16 @@ class Run {
         for (long i = 0; i < program.op_count; i++) {
             if (program.ops[i].kind == ADAPT && !is_changed(program.ops[i], id)) continue;
             auto start = std::chrono::steady_clock::now();
+            auto note_time = [&] {
+                if (id == 0 && step.op_seconds)
+                    step.op_seconds[i] += std::chrono::duration<float>(
+                        std::chrono::steady_clock::now() - start).count();
+            };
             run(program.ops[i], counters[i].next, id);
-            if (is_read_later(i)) continue;
+            if (is_read_later(i)) {
+                note_time();
+                continue;
+            }
             if (i >= consumer) {
                 do consumer++;
                 while (consumer < program.op_count && !is_memory_bound(program.ops[consumer]));
@@ -107,9 +115,7 @@ class Run {
             barrier.wait([&] {
                 if (!queue.prefetch_next()) relax();
             });
-            if (id == 0 && step.op_seconds)
-                step.op_seconds[i] += std::chrono::duration<float>(
-                    std::chrono::steady_clock::now() - start).count();
+            note_time();
         }
         Isa::end_step();
     }
