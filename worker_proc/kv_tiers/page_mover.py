@@ -264,7 +264,7 @@ class PageMover:
         with self._changed:
             self._leaving = {}
         lost: list[bytes] = []
-        checksums = copy.checksums or [None] * len(pages)
+        checksums: Sequence[bytes | None] = copy.checksums or [None] * len(pages)
         for name, buffer, is_finite, checksum in zip(
             names.values(), buffers, finite, checksums, strict=True
         ):
