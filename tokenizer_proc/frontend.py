@@ -57,7 +57,8 @@ class Frontend:
 
     Args:
         static_info: values of Info that do not change.
-        replaces: a frontend before this one has died, and its clients come back.
+        replaces: a frontend before this one, of this run or of one that is resumed, has died, and
+            its clients come back.
         logs_refusals: log why requests are refused.
         owners: finds the tenants of requests; None without tenants.
         traces: keeps the traces of requests; None: of those whose clients want them.

@@ -167,7 +167,7 @@ def _make_frontend(
         guard,
         replicas,
         loaded.static_info,
-        replaces=child.is_restart,
+        replaces=child.is_restart or limits.resume,
         logs_refusals=RequestLogLevel.of(child.config.launch).logs_all,
         owners=owners,
         traces=RingTraces(traces, make_exporter(traces, model), model),

@@ -292,6 +292,22 @@ class RequestHandle:
         if on_accepted is not None and not self.done:
             on_accepted(message)
 
+    def use_adapter(self, adapter_id: str) -> None:
+        """Note the id of the adapter that the request runs with.
+
+        One that runs again, after a part of its answer has come, has to run with the same.
+        """
+        if self.adapter_id not in ("", adapter_id) and self._choices and not self.done:
+            self._finish(
+                RequestFailed(
+                    f"request {self.request_id} was lost with a part of the server, and its adapter"
+                    f" {self.message.adapter!r} has another content by now"
+                    f" ({adapter_id[:12]}, not {self.adapter_id[:12]}); send it again"
+                )
+            )
+            self._on_abort(self)
+        self.adapter_id = adapter_id
+
     def on_replay(self, chunk: Chunk, received_at: float) -> None:
         """Handle a replay: a chunk with everything of its choice up to now."""
         self._cancel_retry()

@@ -146,7 +146,7 @@ class InflightRequests:
                     handle.accept(message)
             case AdapterUsed():
                 if (handle := self._handles.get(message.request_id)) is not None:
-                    handle.adapter_id = message.adapter
+                    handle.use_adapter(message.adapter)
             case Info() | Tokens() | Text() | ProgressAnswer() | Traces():
                 self._answer(message.request_id, message)
 

@@ -72,7 +72,8 @@ class RequestIntake:
     """Admit requests, have them prepared, and submit them to the scheduler.
 
     Args:
-        replaces: a frontend before this one has died, and its clients come back.
+        replaces: a frontend before this one, of this run or of one that is resumed, has died, and
+            its clients come back.
         owners: finds the tenants of requests.
         traces: decides which requests are traced.
         adapters: what requests can name.
