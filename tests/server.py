@@ -1,6 +1,7 @@
 """Start a real server for a test, and check that it leaves nothing behind."""
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -140,6 +141,14 @@ def _running(process: "subprocess.Popen[bytes]", endpoint: str, log: Path) -> Se
     arguments = psutil.Process(pids["tokenizer_proc"]).cmdline()
     run_dir = Path(arguments[arguments.index("--server-dir") + 1])
     return Server(process, endpoint, log, run_dir, pids)
+
+
+def cut_the_power(server: Server) -> None:
+    """Kill every process and remove the run directory; only the journal's directory is left."""
+    for pid in (server.process.pid, *server.pids.values()):
+        os.kill(pid, signal.SIGKILL)
+    server.process.wait()
+    shutil.rmtree(server.run_dir, ignore_errors=True)
 
 
 def stop(process: "subprocess.Popen[bytes]") -> int:

@@ -1,8 +1,5 @@
 """All processes die at once, and the next run continues every accepted request."""
 
-import os
-import shutil
-import signal
 import time
 from pathlib import Path
 
@@ -12,20 +9,12 @@ from bench.client.server import free_port
 from quadriga.server.processes.control_channel import EXIT_START_FAILED
 from scheduler_proc.journal.writer import FILE_NAME
 from tests.faults.streams import TIMEOUT_S, ClientLoad
-from tests.server import Server, run_launcher, running_server, settle
+from tests.server import cut_the_power, run_launcher, running_server, settle
 
 
 def flags(llama_dir: Path) -> list[str]:
     return ["--model", str(llama_dir), "--dtype", "float32", "--worker-threads", "1",
             "--max-total-tokens", "16384"]  # fmt: skip
-
-
-def cut_the_power(server: Server) -> None:
-    """Kill every process and remove the run directory; only the journal's directory is left."""
-    for pid in (server.process.pid, *server.pids.values()):
-        os.kill(pid, signal.SIGKILL)
-    server.process.wait()
-    shutil.rmtree(server.run_dir, ignore_errors=True)
 
 
 @pytest.mark.timeout(240)

@@ -14,8 +14,7 @@ import pytest
 from bench.client.server import free_port
 from quadriga import AsyncClient, Client, SamplingParams
 from quadriga.errors import InvalidRequest
-from tests.faults.test_resume import cut_the_power, flags
-from tests.server import Server, running_server
+from tests.server import Server, cut_the_power, running_server
 from tests.tiny_adapters import make_adapter
 from tests.waiting import wait_until
 
@@ -126,8 +125,9 @@ def test_requests_keep_the_versions_of_their_adapters_where_all_processes_die(
         make_adapter(llama_dir, path, seed=seed)
         make_adapter(llama_dir, tmp_path / f"other-{name}", seed=seed + 10)
     journal, endpoint = tmp_path / "journal", f"tcp://127.0.0.1:{free_port()}"
-    options = [*flags(llama_dir), "--journal", str(journal), "--enable-lora", "--dp",
-               str(num_replicas)]  # fmt: skip
+    options = ["--model", str(llama_dir), "--dtype", "float32", "--worker-threads", "1",
+               "--max-total-tokens", "16384", "--journal", str(journal), "--enable-lora",
+               "--dp", str(num_replicas)]  # fmt: skip
     names = ["--lora-modules", ",".join(f"{name}={path}" for name, path in paths.items())]
     with running_server(tmp_path / "log-1", *options, *names, endpoint=endpoint) as server:
         expected = Streams(endpoint).results()
