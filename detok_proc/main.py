@@ -52,7 +52,8 @@ def step_news(output: StepOutput, news: ReplicaNews) -> StepNews:
             _replayed(replay, output.time) for replay in output.replayed if _is_open(replay)
         ]
         news = msgspec.structs.replace(news, held=[*replayed, *news.held])
-    return StepNews(news, started, output.seqs, output.token_ids)
+    logprobs = output.logprobs if news.hands_over else None
+    return StepNews(news, started, output.seqs, output.token_ids, logprobs)
 
 
 def _is_open(replay: StreamReplay) -> bool:

@@ -62,6 +62,10 @@ class RequestTable:
                 request.take_over(packing.unpack_ids(choice.token_ids), choice.first_token_at)
                 request.admitted_at = choice.admitted_at
                 request.cached_tokens = choice.cached_tokens
+                request.logprobs = list(choice.logprobs)
+                request.prompt_logprobs = list(choice.prompt_logprobs)
+                if request.trace is not None and choice.spans:
+                    request.trace.go_on(choice.spans)
                 count_losses(request, message.num_losses)
             self._insert(request)
         return requests

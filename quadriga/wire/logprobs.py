@@ -24,6 +24,13 @@ class LogprobBlock(msgspec.Struct, array_like=True, frozen=True):
     top_values: bytes
 
 
+def block_of_token(block: LogprobBlock, index: int, width: int) -> LogprobBlock:
+    """Return the logprobs of one token of a block, with the first `width` further tokens."""
+    value = slice(4 * index, 4 * index + 4)
+    top = slice(4 * index * block.width, 4 * (index * block.width + width))
+    return LogprobBlock(block.values[value], width, block.top_ids[top], block.top_values[top])
+
+
 class SampledLogprobs(msgspec.Struct, array_like=True, frozen=True):
     """Log-probabilities of some of the tokens that a step sampled.
 

@@ -10,7 +10,7 @@ import msgspec
 from quadriga.wire.adapter import AdapterRef
 from quadriga.wire.client import ErrorInfo, Info, ProgressAnswer
 from quadriga.wire.logprobs import LogprobBlock, SampledLogprobs
-from quadriga.wire.trace import RequestTrace
+from quadriga.wire.trace import RequestTrace, Span
 
 # What the frontend has to know of a replica to choose the next one for a request, and to move a
 # request to another replica with the tokens that its client has.
@@ -55,11 +55,18 @@ class MovableChoice(msgspec.Struct, array_like=True, frozen=True):
         seq: the scheduler's number.
         admitted_at: Unix seconds.
         cached_tokens: prompt tokens that came from the prefix cache.
+        logprobs: of its generated tokens up to this step, a block each, where its client wants
+            them.
+        prompt_logprobs: of its prompt, where its client wants them.
+        spans: what its trace has so far, up to its first token; none where it is not traced.
     """
 
     seq: int
     admitted_at: float = 0.0
     cached_tokens: int = 0
+    logprobs: list[LogprobBlock] = []
+    prompt_logprobs: list[LogprobBlock] = []
+    spans: list[Span] = []
 
 
 class PromptWork(msgspec.Struct, array_like=True, frozen=True):
@@ -92,6 +99,7 @@ class ReplicaNews(msgspec.Struct, array_like=True, frozen=True):
         movable: choices that can go on at another replica from now on; of a replica that computes
             prompts for others.
         work: with prompts.
+        hands_over: it is such a replica.
     """
 
     added: bytes = b""
@@ -103,6 +111,7 @@ class ReplicaNews(msgspec.Struct, array_like=True, frozen=True):
     frontend: int = 0
     movable: list[MovableChoice] = []
     work: PromptWork = PromptWork()
+    hands_over: bool = False
 
 
 # Of the prompt that a text continues, the detokenizer gets as many ids.
@@ -363,12 +372,14 @@ class StepNews(msgspec.Struct, array_like=True, frozen=True):
         started: choices that have their first token with this step.
         seqs: number of the request of each token.
         token_ids: int32 bytes, one per item of `seqs`.
+        logprobs: of these tokens, of a replica that hands requests over.
     """
 
     news: ReplicaNews
     started: list[HeldChoice]
     seqs: list[int]
     token_ids: bytes
+    logprobs: SampledLogprobs | None = None
 
 
 DetokMessage = (

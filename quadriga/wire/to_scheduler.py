@@ -7,7 +7,8 @@ from quadriga.wire.adapter import AdapterRef
 from quadriga.wire.cache import CacheHint
 from quadriga.wire.client import InfoValues
 from quadriga.wire.grammar import GrammarForm
-from quadriga.wire.trace import TraceContext
+from quadriga.wire.logprobs import LogprobBlock
+from quadriga.wire.trace import Span, TraceContext
 
 
 class ChoiceProgress(msgspec.Struct, array_like=True, frozen=True):
@@ -18,6 +19,7 @@ class ChoiceProgress(msgspec.Struct, array_like=True, frozen=True):
         first_token_at: Unix seconds; 0.0 without a token.
         admitted_at, cached_tokens: of its first admission at a replica that has computed its prompt
             for this one, as in MovableChoice; 0: it has not.
+        logprobs, prompt_logprobs, spans: of that replica, as in MovableChoice.
     """
 
     index: int
@@ -25,6 +27,9 @@ class ChoiceProgress(msgspec.Struct, array_like=True, frozen=True):
     first_token_at: float = 0.0
     admitted_at: float = 0.0
     cached_tokens: int = 0
+    logprobs: list[LogprobBlock] = []
+    prompt_logprobs: list[LogprobBlock] = []
+    spans: list[Span] = []
 
 
 class Submit(msgspec.Struct, tag="submit", array_like=True, frozen=True):

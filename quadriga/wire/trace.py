@@ -1,9 +1,15 @@
 """The trace of a request: its spans, which travel with its end from process to process."""
 
+from collections.abc import Iterable
+
 import msgspec
 
 AttributeValue = bool | int | float | str
 Attributes = dict[str, AttributeValue]
+
+
+# Attribute of spans, where there are several replicas: the number of the one whose work it is.
+REPLICA = "replica"
 
 
 class TraceContext(msgspec.Struct, array_like=True, frozen=True):
@@ -46,6 +52,13 @@ class Span(msgspec.Struct, array_like=True):
     attributes: Attributes = {}
     events: list[SpanEvent] = []
     parent: int = -1
+
+
+def note_replica(spans: Iterable[Span], number: int) -> None:
+    """Let the spans of a replica's processes say whose they are, unless they do already."""
+    for span in spans:
+        if span.process != "tokenizer_proc":
+            span.attributes.setdefault(REPLICA, number)
 
 
 class RequestTrace(msgspec.Struct, array_like=True):

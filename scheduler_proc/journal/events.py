@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from itertools import groupby
 
 from quadriga.sampling.params import LIMITS
-from quadriga.wire.logprobs import LogprobBlock, SampledLogprobs
+from quadriga.wire.logprobs import LogprobBlock, SampledLogprobs, block_of_token
 from quadriga.wire.packing import pack_ids, unpack_ids
 from quadriga.wire.to_detok import (
     PROMPT_END_TOKENS,
@@ -185,7 +185,7 @@ class StepEvents:
                 width = sampled.block.width
                 if width > MAX_TOP_LOGPROBS:  # another request has chosen ids
                     width = requests[row].sampling.params.num_top_logprobs or 0
-                requests[row].logprobs.append(_entry(sampled.block, index, width))
+                requests[row].logprobs.append(block_of_token(sampled.block, index, width))
                 self.logprob_requests.append(requests[row])
 
     @property
@@ -224,10 +224,3 @@ class StepEvents:
             wait_s=wait_s,
             news=news,
         )
-
-
-def _entry(block: LogprobBlock, index: int, width: int) -> LogprobBlock:
-    """Return the logprobs of one token of a block, with the first `width` further tokens."""
-    value = slice(4 * index, 4 * index + 4)
-    top = slice(4 * index * block.width, 4 * (index * block.width + width))
-    return LogprobBlock(block.values[value], width, block.top_ids[top], block.top_values[top])

@@ -214,6 +214,9 @@ class JournalState:
                 if request is not None:
                     request.tokens = unpack_ids(choice.token_ids) or request.tokens
                     request.first_token_at = choice.first_token_at
+                    request.logprobs = LogprobRecord(
+                        -1, list(choice.logprobs), list(choice.prompt_logprobs)
+                    )
         return new
 
     def _check(self, record: JournalRecord, new: dict[int, RecoveredRequest]) -> None:
@@ -268,6 +271,8 @@ def _check_message(accepted: AcceptedRecord, message: Submit, vocab_size: int) -
         _check_ids(ids, vocab_size)
         if len(ids) > max_new_tokens:
             raise InvalidRecord(f"request {accepted.seq} begins with {len(ids)} tokens")
+        for block in (*choice.logprobs, *choice.prompt_logprobs):
+            _check_block(block)
     for word in message.bad_words:
         unpack_ids(word)
     Request.from_submit(accepted.seq, message, frozenset(), params.n - 1)

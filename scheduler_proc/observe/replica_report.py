@@ -100,7 +100,7 @@ class MovableRequests:
             if seq in self._reported or not request.first_token_at:
                 continue
             if offload.has_stored_prompt(request):
-                self._found.append(MovableChoice(seq, request.admitted_at, request.cached_tokens))
+                self._found.append(_movable(request))
             elif seq not in self._stored_again:
                 self._stored_again.add(seq)
                 offload.store_again(request)
@@ -182,13 +182,30 @@ class ReplicaReport:
         if not (restates or self._notes_steps):
             return None
         added, evicted = (b"", b"") if self._changes is None else self._changes.take()
+        hands_over = self._movable is not None
         movable = [] if self._movable is None else self._movable.take()
         if not restates:
-            return ReplicaNews(added, evicted, kv.num_available, movable=movable, work=work)
+            return ReplicaNews(
+                added, evicted, kv.num_available, movable=movable, work=work, hands_over=hands_over
+            )
         if self._movable is not None:
             self._movable.forget()
         held = [_held(request) for request in live]
-        return ReplicaNews(added, b"", kv.num_available, True, held, list(ended), self.frontend)
+        return ReplicaNews(
+            added, b"", kv.num_available, True, held, list(ended), self.frontend,
+            hands_over=hands_over,
+        )  # fmt: skip
+
+
+def _movable(request: Request) -> MovableChoice:
+    return MovableChoice(
+        request.seq,
+        request.admitted_at,
+        request.cached_tokens,
+        list(request.logprobs),
+        list(request.prompt_logprobs),
+        [] if request.trace is None else list(request.trace.spans),
+    )
 
 
 def _held(request: Request) -> HeldChoice:

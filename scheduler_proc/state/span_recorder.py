@@ -4,10 +4,18 @@ A phase ends where the next one begins, so that the phases of a request add up t
 the worker computes of a phase is a span within it.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from quadriga.wire.trace import Attributes, AttributeValue, Span, SpanEvent, TraceContext
+from quadriga.wire.trace import (
+    REPLICA,
+    Attributes,
+    AttributeValue,
+    Span,
+    SpanEvent,
+    TraceContext,
+)
 
 TOKENIZE, QUEUE, PREFILL, DECODE = "tokenize", "queue", "prefill", "decode"
 WORKER_RESTART, SCHEDULER_RESTART = "worker restart", "scheduler restart"
@@ -82,6 +90,11 @@ class OpenPhase:
     attributes: Attributes = field(default_factory=dict)
     events: list[SpanEvent] = field(default_factory=list)
     computed: tuple[float, float] | None = None
+
+
+def replica_of(span: Span) -> Attributes:
+    """Return the attribute that says at which replica a span was; empty where it is not known."""
+    return {name: span.attributes[name] for name in (REPLICA,) if name in span.attributes}
 
 
 class SpanRecorder:
@@ -208,9 +221,18 @@ class SpanRecorder:
             phase.name = WORKER_RESTART
         self.enter(QUEUE, now, after=WORKER_RESTART)
 
+    def go_on(self, spans: Sequence[Span]) -> None:
+        """Begin with the spans of the replica that has computed the prompt, up to its last chunk.
+
+        It has generated tokens since then.
+        """
+        self.spans = list(spans)
+        ended_at = max(span.ended_at for span in spans if span.parent < 0)
+        self.phase = OpenPhase(DECODE, ended_at, dict(replica_of(spans[-1])))
+
     def on_move(self, now: float) -> None:
-        """Begin again in the queue, after a time at another replica."""
-        if self.phase is not None:
+        """Begin again in the queue, after a time at another replica, whose spans may be known."""
+        if self.phase is not None and self.phase.name == QUEUE:
             self.phase.name = OTHER_REPLICA
         self.enter(QUEUE, now, after=OTHER_REPLICA)
 

@@ -3,8 +3,9 @@
 import asyncio
 import os
 import signal
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from transformers import AutoModelForCausalLM
 
 from quadriga.client import AsyncClient, Completion, SamplingParams
 from quadriga.server.processes.run_dir import shared_dir
+from quadriga.wire.trace import RequestTrace
 from tests.faults.inject import fault_environment
 from tests.integration.equality import lengths_up_to, prompts_of, references, serve_all, ways
 from tests.server import Server, running_server, settle, wait_until
@@ -95,10 +97,12 @@ KINDS = [
 ]
 
 
-async def generate(endpoint: str) -> list[list[Completion]]:
+async def generate(
+    endpoint: str, kinds: Sequence[SamplingParams] = KINDS
+) -> list[list[Completion]]:
     """Return the completions of every prompt with every kind of parameters, all at once."""
     async with AsyncClient(endpoint, TIMEOUT_S, reconnect_timeout=TIMEOUT_S) as client:
-        handles = [client.submit(prompt, params) for prompt in PROMPTS for params in KINDS]
+        handles = [client.submit(prompt, params) for prompt in PROMPTS for params in kinds]
         completions = [await handle.completion() for handle in handles]
         return [[first, *first.others] for first in completions]
 
@@ -109,6 +113,18 @@ def answers_of(completions: list[list[Completion]]) -> list[Any]:
         for choices in completions
         for c in choices
     ]
+
+
+def logprobs_of(completions: list[list[Completion]]) -> list[tuple[list[int], list[float]]]:
+    """Return of every answer the ids and the numbers of its log-probabilities, also of prompts."""
+    found = []
+    for c in [c for choices in completions for c in choices]:
+        entries = [*(c.prompt_logprobs or ()), *(c.logprobs or ())]
+        likely = [each for entry in entries for each in entry.top]
+        ids = [entry.token_id for entry in entries] + [each.token_id for each in likely]
+        values = [entry.logprob or 0.0 for entry in entries] + [each.logprob for each in likely]
+        found.append((ids, values))
+    return found
 
 
 @pytest.mark.timeout(300)
@@ -125,6 +141,74 @@ def test_every_kind_of_request_is_answered_as_by_one_replica(
             assert answers_of(asyncio.run(generate(server.endpoint))) == expected
         info = facts(server)
     assert info["requests_handed_over"] > len(PROMPTS)
+
+
+LOGPROBS = [
+    SamplingParams(temperature=0, max_new_tokens=NEW_TOKENS, logprobs=2, ignore_eos=True),
+    SamplingParams(
+        temperature=1.0, seed=5, n=2, max_new_tokens=NEW_TOKENS, logprobs=0, ignore_eos=True
+    ),
+    SamplingParams(
+        temperature=0, max_new_tokens=NEW_TOKENS, prompt_logprobs=1, logprobs=1, ignore_eos=True
+    ),
+    SamplingParams(
+        temperature=0, max_new_tokens=NEW_TOKENS, first_token_ids=[9, 4], logprobs=1,
+        ignore_eos=True,
+    ),
+]  # fmt: skip
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("way", ["chunks of 7", "speculated"])
+def test_log_probabilities_go_on_with_their_requests(
+    way: str, llama_dir: Path, tmp_path: Path
+) -> None:
+    with running_server(
+        tmp_path / "alone", "--model", str(llama_dir), "--dtype", "float32", *FLAGS
+    ) as server:
+        expected = asyncio.run(generate(server.endpoint, LOGPROBS))
+    with served(tmp_path / "log", llama_dir, *ROLES, *WAYS[way]) as server:
+        found = asyncio.run(generate(server.endpoint, LOGPROBS))
+        info = facts(server)
+    assert answers_of(found) == answers_of(expected)
+    for (ids, values), (own_ids, own_values) in zip(
+        logprobs_of(expected), logprobs_of(found), strict=True
+    ):
+        assert ids == own_ids
+        assert values == pytest.approx(own_values, abs=1e-4)
+    assert info["requests_handed_over"] >= len(PROMPTS) * len(LOGPROBS)
+    assert info["kv_transfer_pages_total"] > 0 and info["results_dropped"] == 0
+
+
+@pytest.mark.timeout(300)
+def test_a_trace_has_the_spans_of_both_replicas_in_order(llama_dir: Path, tmp_path: Path) -> None:
+    params = SamplingParams(temperature=0, max_new_tokens=NEW_TOKENS, ignore_eos=True)
+
+    async def trace(endpoint: str) -> RequestTrace:
+        async with AsyncClient(endpoint, TIMEOUT_S) as client:
+            completion = await client.generate([3 + n % 400 for n in range(150)], params)
+            (found,) = await client.traces([completion.request_id])
+            return found
+
+    flags = ["--keep-traces", "all", "--chunked-prefill-size", "64"]
+    with served(tmp_path / "log", llama_dir, *ROLES, *flags) as server:
+        phases = [span for span in asyncio.run(trace(server.endpoint)).spans if span.parent < 0]
+    assert [(span.name, span.attributes.get("replica")) for span in phases] == [
+        ("tokenize", None),
+        ("queue", 0),
+        *[("prefill", 0)] * 3,
+        ("decode", 0),
+        ("queue", 1),
+        ("load KV pages", 1),
+        ("queue", 1),
+        ("prefill", 1),
+        ("decode", 1),
+        ("detokenize", 1),
+        ("deliver", None),
+    ]
+    assert phases[7].attributes["fetched"] == 150 // 4
+    for phase, following in pairwise(phases):
+        assert phase.began_at <= phase.ended_at == following.began_at
 
 
 @pytest.mark.timeout(300)

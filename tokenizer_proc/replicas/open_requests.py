@@ -14,9 +14,11 @@ from typing import Generic, NamedTuple, TypeVar
 
 import msgspec
 
+from quadriga.wire.logprobs import SampledLogprobs, block_of_token
 from quadriga.wire.packing import unpack_ids
 from quadriga.wire.to_detok import HeldChoice, StepNews
 from quadriga.wire.to_scheduler import Submit
+from quadriga.wire.trace import note_replica
 from tokenizer_proc.replicas.placed import (
     NEVER_PLACED,
     ChoiceOwner,
@@ -27,7 +29,7 @@ from tokenizer_proc.replicas.placed import (
     RouterKey,
     Run,
 )
-from tokenizer_proc.replicas.replica_set import ReplicaSet
+from tokenizer_proc.replicas.replica_set import ReplicaSet, ReplicaState
 from tokenizer_proc.replicas.router import Router
 
 # Lost clients and their requests are remembered up to these bounds.
@@ -321,8 +323,20 @@ class OpenRequests:
         for seq, token in zip(step.seqs, unpack_ids(step.token_ids), strict=True):
             if (run := runs.get(seq)) is not None and run.counts(number):
                 run.choice.token_ids.append(token)
+        if step.logprobs is not None:
+            self._note_logprobs(replica, step.seqs, step.logprobs)
         replica.movable.update((choice.seq, choice) for choice in news.movable)
         return strays
+
+    def _note_logprobs(
+        self, replica: ReplicaState, seqs: list[int], sampled: SampledLogprobs
+    ) -> None:
+        """Note the logprobs of a step's tokens, of the choices that may go on elsewhere."""
+        for index, place in enumerate(unpack_ids(sampled.rows)):
+            facts = replica.movable.get(seqs[place]) if place >= 0 else None
+            if facts is not None and facts.logprobs:
+                width = facts.logprobs[0].width
+                facts.logprobs.append(block_of_token(sampled.block, index, width))
 
     def _note_end(self, name: Name, index: int, owner: ChoiceOwner) -> list[tuple[int, int]]:
         """Note that a replica can replay the end of a choice. Return what is superseded by that."""
@@ -471,15 +485,20 @@ class OpenRequests:
         """
         if not self._router.has_next(placed.num_tokens(indexes), number):
             return None  # it may be asked often: no hash was computed
+        replica = self._replicas[number]
+        found = {index: replica.movable[placed.choices[index].seq] for index in indexes}
+        if not all(placed.has_all_logprobs(index, facts) for index, facts in found.items()):
+            return None
         prompt = placed.prompt(self._block_tokens, indexes)
         routed = self._router.find_next(prompt, number)
         if routed is None:
             return None
-        replica, seqs = self._replicas[number], list[int]()
-        for index in indexes:
+        seqs = list[int]()
+        for index, facts in found.items():
             choice = placed.choices[index]
             seq = choice.seq
-            facts = replica.movable.pop(seq)
+            del replica.movable[seq]
+            note_replica(facts.spans, number)
             choice.admitted_at, choice.cached_tokens = facts.admitted_at, facts.cached_tokens
             self._router.on_end(RouterKey(*placed.name, choice.since), index)
             replica.strays[seq] = replace(replica.runs[seq], was_handed_over=True)
@@ -488,7 +507,7 @@ class OpenRequests:
         placed.is_moving = True
         placement = self._next_placement()
         owner = ChoiceOwner(routed.replica, placement, placement)
-        message = self._stamped(placed.moved(indexes), owner)
+        message = self._stamped(placed.moved(indexes, found), owner)
         self._router.count(
             RouterKey(*placed.name, placement), owner.replica, prompt, routed.num_cached
         )

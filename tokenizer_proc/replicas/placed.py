@@ -2,7 +2,7 @@
 
 from array import array
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -10,6 +10,7 @@ import msgspec
 
 from quadriga.server.prefix_blocks import block_hashes
 from quadriga.wire.packing import num_ids, pack_ids
+from quadriga.wire.to_detok import MovableChoice
 from quadriga.wire.to_scheduler import ChoiceProgress, Submit
 from tokenizer_proc.replicas.router import Prompt
 
@@ -81,14 +82,22 @@ class PlacedChoice:
         self.replica, self.placement, self.since = owner
         self.ends_at_owner = False
 
-    def progress(self, index: int) -> ChoiceProgress:
-        """Return how far it is, for another scheduler. index: its own."""
+    def progress(self, index: int, facts: MovableChoice | None = None) -> ChoiceProgress:
+        """Return how far it is, for another scheduler.
+
+        Args:
+            index: its own.
+            facts: what the replica has sent at which it is.
+        """
         return ChoiceProgress(
             index,
             pack_ids(self.token_ids),
             self.first_token_at,
             self.admitted_at,
             self.cached_tokens,
+            [] if facts is None else facts.logprobs,
+            [] if facts is None else facts.prompt_logprobs,
+            [] if facts is None else facts.spans,
         )
 
     def leave_replica(self) -> None:
@@ -176,7 +185,6 @@ class PlacedRequest:
             hashes,
             len(choices),
             goes_on=num_tokens > num_ids(ids) and not self.begins_anew,
-            stays=self.begins_anew,
             ends_at_once=params.pooling is not None or params.max_new_tokens == 1,
         )
 
@@ -188,11 +196,19 @@ class PlacedRequest:
         num_generated = sum(max(0, len(choice.token_ids) - num_given) for choice in choices)
         return num_ids(self.submit.prompt_ids) + num_given + num_generated
 
+    def has_all_logprobs(self, index: int, facts: MovableChoice) -> bool:
+        """Return whether a replica has sent the log-probabilities of all tokens of a choice."""
+        assert self.submit is not None
+        params = self.submit.params
+        num_sampled = len(self.choice(index).token_ids) - len(params.first_token_ids)
+        return params.num_top_logprobs is None or len(facts.logprobs) == num_sampled
+
     @property
     def begins_anew(self) -> bool:
-        """Whether it is computed from its first token on at another scheduler.
+        """Whether it is computed from its first token on where its replica is lost.
 
-        It asks for log-probabilities, which are not noted here.
+        It asks for log-probabilities, of which only those are known that a replica sends which
+        computes prompts for others.
         """
         assert self.submit is not None
         params = self.submit.params
@@ -213,19 +229,25 @@ class PlacedRequest:
             message = message.of_choices(indexes)
         return msgspec.structs.replace(message, num_losses=self.num_losses)
 
-    def moved(self, indexes: Iterable[int]) -> Submit:
+    def moved(
+        self, indexes: Iterable[int], facts: Mapping[int, MovableChoice] | None = None
+    ) -> Submit:
         """Return the request with these choices as they go on at another scheduler.
 
-        It is computed from its first token there if it asks for logprobs, which are not noted here.
+        Args:
+            indexes: of the choices.
+            facts: of each of them what the replica has sent that has computed its prompt. Without,
+                a request with logprobs is computed from its first token there.
         """
         submit = self.submit
         assert submit is not None
-        begins_anew = self.begins_anew
         known = [(index, self.choice(index)) for index in sorted(indexes)]
-        progress = [
-            ChoiceProgress(index) if begins_anew else choice.progress(index)
-            for index, choice in known
-        ]
+        if facts is not None:
+            progress = [choice.progress(index, facts[index]) for index, choice in known]
+        elif self.begins_anew:
+            progress = [ChoiceProgress(index) for index, _ in known]
+        else:
+            progress = [choice.progress(index) for index, choice in known]
         was_admitted = any(choice.first_token_at for choice in self.choices.values())
         fields = {"frontend_retry": True, "client_retry": False}
         message = msgspec.structs.replace(submit, progress=progress, **fields)

@@ -42,7 +42,7 @@ from quadriga.wire.to_scheduler import (
     WatchSteps,
     Withdraw,
 )
-from quadriga.wire.trace import RequestTrace
+from quadriga.wire.trace import RequestTrace, note_replica
 from tokenizer_proc.replicas.open_requests import EndKind, OpenRequests
 from tokenizer_proc.replicas.placed import ChoiceOwner, Name, PlacedRequest, RouterKey
 from tokenizer_proc.replicas.replica_set import ReplicaSet, ReplicaState
@@ -645,11 +645,20 @@ class Replicas:
             payload = self._without(payload, dropped, handed_over)
             if not payload:
                 return
-        traces = [t for t in delivered.traces if (t.request_id, t.index) not in dropped]
+        traces = self._traces_of(number, delivered, dropped)
         lost = delivered.lost
         self.listener.deliver(
             ClientResult(client, payload, ended, num_waiting, wait_s, traces, lost)
         )
+
+    def _traces_of(
+        self, number: int, delivered: Delivered, dropped: set[tuple[str, int]]
+    ) -> list[RequestTrace]:
+        """Return the traces of a message without those of choices that are dropped."""
+        traces = [t for t in delivered.traces if (t.request_id, t.index) not in dropped]
+        for trace in traces if self._lists_replicas else ():
+            note_replica(trace.spans, number)
+        return traces
 
     def _count_ends(
         self, number: int, client: bytes, delivered: Delivered, dropped: set[tuple[str, int]]

@@ -148,7 +148,7 @@ class RoleRouter(Router[KeyT]):
             return super().choose(prompt)
         weight = COPIED_WEIGHT if prompt.goes_on else UNCACHED_WEIGHT
         here = self.choose_among(prompt, self._all_but(decode), weight)
-        if prompt.goes_on or prompt.stays:
+        if prompt.goes_on:
             return here
         there = self.choose_among(prompt, self._all_but(prefill), group=PREFILL)
         if self.stays_here(prompt, here, there):
@@ -187,7 +187,7 @@ class RoleRouter(Router[KeyT]):
 
         It stays as long as no other replica has a slot and free pages for it.
         """
-        if prompt.stays or not self.has_next(prompt.num_tokens, replica):
+        if not self.has_next(prompt.num_tokens, replica):
             return None
         ready = self._with_room(prompt.num_tokens)
         self._num_handed_over += 1

@@ -260,7 +260,6 @@ class Prompt(NamedTuple):
         hashes: of its blocks; empty if nothing of it may come from a cache.
         num_choices: number of its choices.
         goes_on: it has tokens, and its pages are where a replica has computed them for others.
-        stays: it cannot go on at another replica once it has begun.
         ends_at_once: it ends with its first token, or with a vector.
     """
 
@@ -268,7 +267,6 @@ class Prompt(NamedTuple):
     hashes: list[bytes]
     num_choices: int = 1
     goes_on: bool = False
-    stays: bool = False
     ends_at_once: bool = False
 
 

@@ -44,9 +44,8 @@ class PageCopy(ABC):
 class PageMemory(Protocol):
     """Memory of the host for pages, beyond that of this process."""
 
-    @property
-    def memory(self) -> Bytes:
-        """All of it, whether it was taken or not."""
+    def back_all(self) -> Bytes:
+        """Make all of it usable, as far as the machine has memory, and return it."""
 
     def take(self) -> Bytes | None:
         """Return memory for a page, `[page_bytes]`; None: there is no more."""
@@ -68,8 +67,9 @@ class PoolPages(ABC):
         self._memory: PageMemory | None = None
 
     def take_from(self, memory: PageMemory) -> None:
-        """Take buffers from a memory as long as it has any."""
+        """Take buffers from a memory, as long as it has any, from the first one on."""
         self._memory = memory
+        self._free.clear()
 
     def reserve(self, count: int) -> None:  # noqa: B027 (most memory is allocated where it is used)
         """Allocate buffers for so many pages, if that takes long."""
@@ -254,6 +254,13 @@ class CopyStream(Protocol):
     def launch(self, work: Callable[[], None]) -> StreamEvent:
         """Launch the operations of `work`, and return their end."""
 
+    def pin(self, memory: Bytes) -> None:
+        """Let the device copy to and from memory that this process has mapped.
+
+        Raises:
+            RuntimeError: the memory cannot be pinned.
+        """
+
 
 class HostStream:
     """In place of a stream on a CPU: operations have ended when they are launched."""
@@ -262,6 +269,9 @@ class HostStream:
         """Run `work`."""
         work()
         return self
+
+    def pin(self, memory: Bytes) -> None:
+        """Do nothing."""
 
     def synchronize(self) -> None:
         """Return at once."""
@@ -286,6 +296,9 @@ class CudaEvent:
         torch.cuda.current_stream(self.device).wait_event(self.event)
 
 
+REGISTER_PORTABLE = 1  # CUDA's cudaHostRegisterPortable
+
+
 class CudaStream:
     """A CUDA stream beside that of the steps."""
 
@@ -300,6 +313,16 @@ class CudaStream:
             event = torch.cuda.Event(blocking=True)
             event.record(self._stream)
         return CudaEvent(event, self._device)
+
+    def pin(self, memory: Bytes) -> None:
+        """Pin memory for all devices, until this process ends."""
+        runtime = torch.cuda.cudart()
+        error = runtime.cudaHostRegister(memory.ctypes.data, memory.nbytes, REGISTER_PORTABLE)
+        if int(error):
+            raise RuntimeError(
+                f"CUDA cannot pin {memory.nbytes} bytes of shared memory: {error}; raise the limit"
+                " of locked memory (ulimit -l)"
+            )
 
 
 # Large enough that the launch of a batch takes a fraction of its copy, and that loads of other
@@ -363,6 +386,9 @@ class DevicePool(PoolPages):
 
     def reserve(self, count: int) -> None:
         """Pin memory for so many pages: while steps run, that would let the GPU wait."""
+        if self._memory is not None:  # it has as many
+            self._stream.pin(self._memory.back_all())
+            return
         num_per_slab = max(1, SLAB_BYTES // self.page_bytes)
         while (num_missing := count - len(self._free)) > 0:
             self.give_back(self._pinned(min(num_missing, num_per_slab)))

@@ -258,10 +258,12 @@ class SharedPages:
     def __contains__(self, name: bytes) -> bool:
         return name in self._kept
 
-    @property
-    def memory(self) -> Bytes:
-        """The memory of the file."""
-        return self._map.memory
+    def back_all(self) -> Bytes:
+        """Take memory for all places, as far as the machine has it, and return it."""
+        while self._num_backed < self._layout.num_places and not self._is_full:
+            self._grow()
+        first, last = self._layout.first_place, self._layout.place(self._num_backed)
+        return self._map.memory[first:last]
 
     def take(self) -> Bytes | None:
         """Return memory for a page, `[page_bytes]`; None: the machine has no more."""

@@ -1,7 +1,9 @@
 """Pages of a pool on a GPU that go to the tiers and come back; on a CPU, with stand-ins."""
 
+import tempfile
 import threading
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
@@ -21,7 +23,7 @@ from tests.triton_device import DEVICE  # isort: skip (before what it has to pre
 from tests.unit.gpu.graphs import capture, runner_with, small_llama
 from tests.unit.worker_driver import Driver, Request, plan_of, prompts_of
 from worker_proc.kv_tiers import opening, pool_pages
-from worker_proc.kv_tiers.page_copies import Bytes
+from worker_proc.kv_tiers.page_copies import Bytes, page_copies
 from worker_proc.kv_tiers.page_mover import PageMover
 from worker_proc.kv_tiers.pool_pages import (
     CopyStream,
@@ -32,7 +34,8 @@ from worker_proc.kv_tiers.pool_pages import (
     StreamEvent,
     are_finite,
 )
-from worker_proc.kv_tiers.tiers import HEADER, HostPages, PageFiles
+from worker_proc.kv_tiers.shared_pages import SharedPages, SharedPeers
+from worker_proc.kv_tiers.tiers import HEADER, HostPages, MemoryPages, PageFiles, PeerTier
 
 TIMEOUT_S = 20.0
 NAMESPACE = bytes(range(16))
@@ -146,12 +149,20 @@ class Moved:
     """A pool on a device, a mover, and what it reports."""
 
     def __init__(
-        self, memory: HostPages | None, files: PageFiles | None = None, stream_: Any = None
+        self,
+        memory: MemoryPages | None,
+        files: PageFiles | None = None,
+        stream_: Any = None,
+        peers: PeerTier | None = None,
     ) -> None:
         self.pool = random_pool()
         self.pages = DevicePool([self.pool], stream_ or stream())
+        if isinstance(memory, SharedPages):
+            self.pages.take_from(memory)
         self.reports: SimpleQueue[StoredPages | PagesLoaded] = SimpleQueue()
-        self.mover = PageMover(self.pages, 4, memory, files, lambda: self.reports.put, lambda: None)
+        self.mover = PageMover(
+            self.pages, 4, memory, files, lambda: self.reports.put, lambda: None, peers
+        )
         self.mover.begin_session(1)
 
     def store(self, *pages: int) -> None:
@@ -313,3 +324,85 @@ def test_memory_that_is_not_there_to_be_pinned_is_refused(monkeypatch: pytest.Mo
     monkeypatch.setattr(opening, "PINNED_POLL_S", 0.0)
     monkeypatch.setattr(opening, "free_memory", lambda device: next(free))
     opening._check_pinned(args, 4 * 2**30)
+
+
+# --- shared memory --------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def shared_directory() -> Iterator[Path]:
+    """Yield a directory in shared memory: CUDA pins no other files."""
+    place = "/dev/shm" if Path("/dev/shm").is_dir() else None
+    with tempfile.TemporaryDirectory(dir=place) as directory:
+        yield Path(directory)
+
+
+def page_bytes() -> int:
+    return DevicePool([random_pool()], stream()).page_bytes
+
+
+def shared_pages(directory: Path, max_pages: int) -> SharedPages:
+    return SharedPages(directory, NAMESPACE, page_bytes(), max_pages, page_copies(), 8)
+
+
+class PinningStream(HostStream):
+    """Notes which memory was pinned."""
+
+    def __init__(self) -> None:
+        self.pinned: list[Bytes] = []
+
+    def pin(self, memory: Bytes) -> None:
+        self.pinned.append(memory)
+
+
+def test_pages_of_a_device_go_through_shared_memory_to_that_of_another_replica(
+    shared_directory: Path,
+) -> None:
+    shared = shared_pages(shared_directory, 20)
+    source = Moved(shared)
+    peers = SharedPeers([shared_directory], NAMESPACE, page_bytes(), page_copies())
+    target = Moved(None, peers=peers)
+    numbers = range(1, NUM_PAGES)
+    source.store(*numbers)
+    stored = b""
+    while len(stored) < len(b"".join(map(name_of, numbers))):
+        report = source.report()
+        assert isinstance(report, StoredPages)
+        stored += report.added
+    target.pool.zero_()
+    settle()
+    target.load(1, *numbers)
+    loaded = target.report()
+    assert isinstance(loaded, PagesLoaded)
+    assert (loaded.num_loaded, loaded.num_fetched) == (len(numbers), len(numbers))
+    settle()
+    for page in numbers:
+        np.testing.assert_array_equal(bytes_of(target.pool, page), bytes_of(source.pool, page))
+    shared.close()
+
+
+def test_all_of_the_shared_memory_is_pinned_before_the_first_step(shared_directory: Path) -> None:
+    shared, pinning = shared_pages(shared_directory, 20), PinningStream()
+    moved = Moved(shared, stream_=pinning)
+    (memory,) = pinning.pinned
+    begin, end = memory.ctypes.data, memory.ctypes.data + memory.nbytes
+    for _ in range(28):
+        buffer = moved.pages.take_buffer()
+        assert begin <= buffer.ctypes.data <= end - buffer.nbytes
+    shared.close()
+
+
+@pytest.mark.skipif(DEVICE.type != "cuda", reason="needs a GPU: copies beside its steps")
+def test_a_gpu_copies_to_shared_memory_while_its_steps_go_on(shared_directory: Path) -> None:
+    shared = shared_pages(shared_directory, 20)
+    pages = DevicePool([random_pool()], CudaStream(DEVICE))
+    pages.take_from(shared)
+    pages.reserve(28)
+    buffer = pages.take_buffer()
+    torch.cuda._sleep(200_000_000)  # a step of about 100 ms on the stream of the steps
+    began = time.perf_counter()
+    copy = pages.begin_copy_out([3], [buffer])
+    assert copy.wait() == [True]
+    assert time.perf_counter() - began < 0.05, "the copy waited for the step"
+    settle()
+    shared.close()

@@ -38,7 +38,7 @@ from quadriga.wire.to_scheduler import (
     Submit,
     WatchSteps,
 )
-from quadriga.wire.trace import RequestTrace, TraceContext
+from quadriga.wire.trace import RequestTrace, Span, TraceContext
 from tests.unit.live_messages import make_step
 from tokenizer_proc.replicas.placed import Name, RouterKey
 from tokenizer_proc.replicas.replicas import ClientResult, Replicas
@@ -232,6 +232,27 @@ def test_a_request_with_logprobs_begins_anew() -> None:
     world.replicas.on_lost(home)
     (message,) = moved(world.outboxes[1 - home].take())
     assert message.progress == [ChoiceProgress(0)]
+
+
+def test_the_spans_of_a_replica_have_its_number() -> None:
+    world = World()
+    home = world.submit("a")
+    trace = RequestTrace(
+        TraceContext("0" * 32, "1" * 16), "llm_request", "a", 0,
+        [
+            Span("tokenize", "tokenizer_proc", 1.0, 2.0),
+            Span("prefill", "scheduler_proc", 2.0, 3.0, {"replica": 7}),
+            Span("decode", "scheduler_proc", 3.0, 4.0),
+        ],
+    )  # fmt: skip
+    delivered = Delivered(
+        ["a"], 0, {}, False, [2], indexes=[0], placements=[world.placement(home, "a")],
+        traces=[trace],
+    )  # fmt: skip
+    payload = encode(Chunks([Chunk("a", 0, "t", b"", [], None, 0)]))
+    world.replicas.on_delivery(home, [b"c", payload, encode(delivered)])
+    (found,) = world.delivered[-1].traces
+    assert [span.attributes.get("replica") for span in found.spans] == [None, 7, home]
 
 
 def test_an_abort_follows_its_request() -> None:

@@ -73,10 +73,9 @@ def test_streams_keep_a_prompt_away_until_the_others_have_much_to_do() -> None:
     assert set(more) & set(DECODE)
 
 
-def test_a_request_that_ends_at_once_is_computed_apart_and_one_that_cannot_move_is_not() -> None:
+def test_a_request_that_ends_at_once_is_computed_apart() -> None:
     router = router_of()
     assert router.choose(prompt(SHORT, ends_at_once=True)).replica in PREFILL
-    assert router.choose(prompt(LONG, stays=True)).replica in DECODE
 
 
 def test_vectors_are_made_by_all_replicas_where_there_are_many() -> None:
@@ -94,7 +93,6 @@ def test_a_computed_prompt_goes_on_where_the_load_is_least() -> None:
     found = router.find_next(prompt(LONG), 0)
     assert found is not None
     assert found.replica == DECODE[1]
-    assert router.find_next(prompt(LONG, stays=True), 0) is None
     assert router.find_next(prompt(LONG), DECODE[0]) is None, "it is there already"
 
 
@@ -137,7 +135,7 @@ def test_replicas_of_one_role_do_all_where_the_others_are_gone(role: tuple[int, 
     for replica in role:
         router.set_up(replica, False)
     left = PREFILL if role == DECODE else DECODE
-    kinds: list[Mapping[str, bool]] = [{}, {"goes_on": True}, {"stays": True}]
+    kinds: list[Mapping[str, bool]] = [{}, {"goes_on": True}]
     for fields in kinds:
         assert router.choose(prompt(LONG, **fields)).replica in left
     assert router.find_next(prompt(LONG), 0) is None or role == PREFILL
