@@ -160,6 +160,7 @@ class _Steps:
 
     def run(self, is_over: Callable[[], bool]) -> None:
         """Run steps until something is over. The first one, which takes longer, does not count."""
+        torch.set_num_threads(1)  # of this thread
         (self._matrix @ self._matrix)[0, 0].item()
         while not is_over():
             began = time.perf_counter()
