@@ -13,6 +13,7 @@ MAX_WORDS_OF = {
     "coming-from.md": 1650,
     "configuration.md": 4450,
     "http.md": 1800,
+    "upgrade.md": 1700,
     "protocol.md": 4350,
     "metrics.md": 1750,
     "troubleshooting.md": 2200,
