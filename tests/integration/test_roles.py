@@ -20,6 +20,7 @@ from tests.faults.inject import fault_environment
 from tests.integration.equality import lengths_up_to, prompts_of, references, serve_all, ways
 from tests.server import Server, running_server, settle, wait_until
 from tests.shared_pages import damage_pages, forget_pages
+from tests.tiny_adapters import make_adapter
 
 FLAGS = ["--worker-threads", "1", "--page-size", "4", "--max-total-tokens", "4096"]
 ROLES = [*FLAGS, "--dp", "2", "--prefill-replicas", "1", "--max-restarts", "1000"]
@@ -181,6 +182,32 @@ def test_log_probabilities_go_on_with_their_requests(
 
 
 @pytest.mark.timeout(300)
+def test_adapters_go_on_with_their_requests_and_share_no_pages(
+    llama_dir: Path, tmp_path: Path
+) -> None:
+    """The same prompts with two adapters and without one, all at once."""
+    names = ["", "a", "b"]
+    made = [make_adapter(llama_dir, tmp_path / n, seed=i) for i, n in enumerate(names[1:])]
+    modules = [f"{n}={path}" for n, path in zip(names[1:], made, strict=True)]
+    flags = ["--lora-modules", ",".join(modules), "--max-loras", "2"]
+
+    async def generate_all(endpoint: str) -> list[list[int]]:
+        async with AsyncClient(endpoint, TIMEOUT_S, reconnect_timeout=TIMEOUT_S) as client:
+            handles = [client.submit(p, KINDS[0], adapter=n) for p in PROMPTS for n in names]
+            return [(await handle.completion()).token_ids for handle in handles]
+
+    alone = ["--model", str(llama_dir), "--dtype", "float32", *FLAGS, *flags]
+    with running_server(tmp_path / "alone", *alone) as server:
+        expected = asyncio.run(generate_all(server.endpoint))
+    assert len({str(tokens) for tokens in expected}) == len(expected)
+    with served(tmp_path / "log", llama_dir, *ROLES, *flags) as server:
+        for _ in range(2):
+            assert asyncio.run(generate_all(server.endpoint)) == expected
+        info = facts(server)
+    assert info["requests_handed_over"] > len(PROMPTS) and info["kv_transfer_pages_total"] > 0
+
+
+@pytest.mark.timeout(300)
 def test_a_trace_has_the_spans_of_both_replicas_in_order(llama_dir: Path, tmp_path: Path) -> None:
     params = SamplingParams(temperature=0, max_new_tokens=NEW_TOKENS, ignore_eos=True)
 
@@ -206,7 +233,7 @@ def test_a_trace_has_the_spans_of_both_replicas_in_order(llama_dir: Path, tmp_pa
         ("detokenize", 1),
         ("deliver", None),
     ]
-    assert phases[7].attributes["fetched"] == 150 // 4
+    assert phases[7].attributes["fetched"] >= 150 // 4  # and pages of tokens that it had meanwhile
     for phase, following in pairwise(phases):
         assert phase.began_at <= phase.ended_at == following.began_at
 

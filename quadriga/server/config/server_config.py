@@ -6,6 +6,7 @@ First --config FILE, a YAML map of flags, then the dataclass of all groups and i
 import argparse
 import dataclasses
 import math
+import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -441,8 +442,23 @@ def help_text(field: "dataclasses.Field[Any]") -> str:
 
 def named_models(namespace: argparse.Namespace) -> list[str]:
     """Return the values of --model in a parsed command line, where it may be repeatable or not."""
+    adapters = _further_adapters(namespace)
+    return [word for word in _words_of_model(namespace) if word not in adapters]
+
+
+def _words_of_model(namespace: argparse.Namespace) -> list[str]:
     models: str | list[str] = getattr(namespace, "model", [])
     return [models] if isinstance(models, str) else models
+
+
+def _further_adapters(namespace: argparse.Namespace) -> list[str]:
+    """Return the items of `--lora-modules A=PATH B=PATH`, vLLM's form, behind the first one.
+
+    The parser takes them for models, as a value has no blanks here.
+    """
+    if not getattr(namespace, "lora_modules", ""):
+        return []
+    return [word for word in _words_of_model(namespace) if re.match(r"\{|[^/]+=", word)]
 
 
 def from_namespace(namespace: argparse.Namespace) -> ServerConfig:
@@ -457,6 +473,10 @@ def from_namespace(namespace: argparse.Namespace) -> ServerConfig:
     given = {name: value for name, value in vars(namespace).items() if name in fields}
     if models := named_models(namespace):
         given["model"] = models[0]
+    else:
+        given.pop("model", None)
+    if adapters := _further_adapters(namespace):
+        given["lora_modules"] = ",".join([given["lora_modules"], *adapters])
     for name, value in (from_file | given).items():
         if fields[name].metadata["secures"] and not str(value).strip(" ,"):
             raise ConfigError(

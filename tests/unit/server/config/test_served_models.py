@@ -171,3 +171,20 @@ def test_a_directory_without_a_model_says_so(directory: Path) -> None:
         parse(f"--models-dir {directory}/gone")
     with pytest.raises(ConfigError, match="is the name of one model"):
         parse(f"--models-dir {directory} --served-model-name a")
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "smollm2-135m --lora-modules a=/x,b=/y",
+        "smollm2-135m --lora-modules a=/x b=/y",
+        "--lora-modules a=/x b=/y --model smollm2-135m",
+        '--lora-modules {"name":"a","path":"/x"} {"name":"b","path":"/y"}',
+    ],
+)
+def test_adapters_may_be_apart_by_commas_or_blanks(line: str) -> None:
+    (model,) = parse(line).models
+    config = model.config
+    assert config.model.model == "smollm2-135m"
+    modules = config.model.adapter_modules
+    assert [(module.name, module.path) for module in modules] == [("a", "/x"), ("b", "/y")]
