@@ -148,6 +148,7 @@ class _Driver:
                 await self._send_in_turn(start, gap_s)
             while self._tasks:
                 await asyncio.gather(*self._tasks)
+                await asyncio.sleep(0)  # a task that has ended leaves the set in the next round
         finally:
             tasks = list(self._tasks)
             for task in tasks:

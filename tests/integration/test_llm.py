@@ -24,7 +24,8 @@ FLAGS: ServerFlags = {"dtype": "float32", "worker_threads": 1, "max_total_tokens
 CHAT = [{"role": "user", "content": "hello"}]
 
 PROGRAM = """
-import json, os, sys, threading, time
+import json, os, sys, threading, time, warnings
+warnings.simplefilter("ignore", DeprecationWarning)  # of os.fork, from Python 3.12 on
 from quadriga import LLM, SamplingParams
 llm = LLM(sys.argv[1], dtype="float32", worker_threads=1, max_total_tokens=4096)
 child = os.fork()
