@@ -91,9 +91,7 @@ class LoopThread:
         job = _Job(pump, received.put)
         try:
             self._start(job)
-            while not isinstance(item := received.get(), _Job):
-                yield item
-            item.outcome()
+            yield from _items_of(received)
         finally:
             self._abandon(job)
 
@@ -148,6 +146,17 @@ class LoopThread:
         self._loop.close()
         for job in self._jobs.copy():
             job.end()
+
+
+def _items_of(received: "SimpleQueue[T | _Job[None]]") -> Iterator[T]:
+    """Yield what is received until the job's end.
+
+    The loop is not in the `try` of `iterate`: Ctrl-C at the jump of a loop leaves a `try` without
+    its `finally` in Python 3.13.0.
+    """
+    while not isinstance(item := received.get(), _Job):
+        yield item
+    item.outcome()
 
 
 class _Job(Generic[T]):

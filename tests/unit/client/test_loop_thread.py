@@ -33,16 +33,19 @@ async def answer():
 async def nothing():
     pass
 
+def work(times):
+    signal.setitimer(signal.ITIMER_REAL, random.uniform(0.0005, 0.005))
+    if times % 2:
+        for expected, number in enumerate(loop.iterate(count())):
+            assert number == expected
+    while True:
+        assert loop.run(answer) == 42
+
 loop = LoopThread("looping")
+signal.signal(signal.SIGALRM, signal.default_int_handler)
 for times in range({INTERRUPTS}):
-    signal.signal(signal.SIGALRM, signal.default_int_handler)
     try:
-        signal.setitimer(signal.ITIMER_REAL, random.uniform(0.0005, 0.005))
-        if times % 2:
-            for expected, number in enumerate(loop.iterate(count())):
-                assert number == expected
-        while True:
-            assert loop.run(answer) == 42
+        work(times)
     except KeyboardInterrupt:
         pass
 assert loop.run(answer) == 42
