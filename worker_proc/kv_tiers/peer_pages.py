@@ -40,8 +40,8 @@ from worker_proc.kv_tiers.page_copies import PageCopies, PagePlace
 from worker_proc.kv_tiers.shared_pages import digest_of
 
 SILENCE_S, LOAD_S = 2.0, 10.0
-# After which a connection that is broken is made anew: ZeroMQ gives one up for good on which it has
-# received what it cannot decrypt.
+# After which a broken connection is replaced by a new one: ZeroMQ does not repair one on which it
+# has received what it cannot decrypt.
 RETRY_S = 3.0
 # Pages that are on their way at one time, in bytes: 100 Gbit/s at 1 ms.
 WINDOW_BYTES = 16 * 2**20
@@ -170,13 +170,13 @@ class _Peer:
         self._lost_at = time.monotonic()
 
     def _renew(self) -> None:
-        """Connect anew."""
+        """Replace the connection by a new one."""
         self.link.close()
         self.link = AskingLink(self.links, self._max_bytes)
         self._lose()
 
     def set_aside(self, why: str) -> None:
-        """Connect anew, and let no load wait for it until it answers again."""
+        """Replace the connection, and let no load wait for the replica until it answers again."""
         logging.warning(
             "%s %s: prompts that it has computed are computed again here until it answers",
             self, why,

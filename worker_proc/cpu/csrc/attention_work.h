@@ -21,6 +21,7 @@ constexpr int PART_KEYS = 8 * KEY_BLOCK;
 // part: number under which the first part is stored if the context is split, or -1.
 // sharer: the first of `count` entries of AttentionWork::sharers, if the queries are those of several
 // rows with the same keys, or -1. Token, position and part are then those of each row.
+// reads_first: no item before it has read its keys, so that they are worth a prefetch.
 struct Item {
     long row, token, position, count, output, key_begin, key_end, part, sharer = -1;
     bool reads_first = false;
