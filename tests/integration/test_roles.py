@@ -233,7 +233,7 @@ def test_a_trace_has_the_spans_of_both_replicas_in_order(llama_dir: Path, tmp_pa
         ("detokenize", 1),
         ("deliver", None),
     ]
-    assert phases[7].attributes["fetched"] >= 150 // 4  # and pages of tokens that it had meanwhile
+    assert int(phases[7].attributes["fetched"]) >= 150 // 4
     for phase, following in pairwise(phases):
         assert phase.began_at <= phase.ended_at == following.began_at
 
