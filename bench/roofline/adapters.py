@@ -18,7 +18,8 @@ Takes the flags of a server behind `--`.
 import random
 import sys
 from argparse import Namespace
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from statistics import median
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -34,6 +35,8 @@ from quadriga.server.models.resolve import resolve_model
 if TYPE_CHECKING:  # needs torch, which make_bench imports after it has set the environment
     from worker_proc.adapters.change import Adapter
     from worker_proc.models.base import Model
+
+Figures = tuple[float, float]
 
 NUM_STEPS = 6  # of a turn; the first one is not counted
 GB = 1e9
@@ -114,14 +117,11 @@ def measure(config: server_config.ServerConfig, options: Namespace) -> int:
         plain = config.replace(attention_backend="torch", quantization="none")
         benches["torch"], _ = make_bench(plain, context_length)
     model = build_model(resolve_model(config.model).config)
-    num_bytes = []
     for index in range(max(options.adapters)):
         adapter = random_adapter(model, options.rank, index, options.experts)
-        packed = runner.engine.pack_adapter(adapter)
-        runner.engine.set_adapter(index, packed)
-        num_bytes.append(packed.num_bytes)
-        if options.experts:
-            benches["torch"].runner.engine.set_adapter(index, adapter)
+        for one in benches.values():
+            one.runner.engine.set_adapter(index, adapter)
+    adapter_bytes = runner.engine.pack_adapter(adapter).num_bytes
     for one in benches.values():
         one.fill()
     reads = ReadSpeed(config.worker, runner.dtype)
@@ -131,63 +131,74 @@ def measure(config: server_config.ServerConfig, options: Namespace) -> int:
         for n in (0, *options.adapters)
         for backend in benches
     ]
-    turns = []
-    for number in range(options.turns):
+
+    def take_turn(number: int) -> AdapterTurn:
         order = random.Random(number).sample(kinds, len(kinds))
         before = reads.measure()
         ms = {kind: steps_ms(benches[kind.backend], kind, options.streams) for kind in order}
-        turns.append(AdapterTurn(ms, (before + reads.measure()) / 2))
+        return AdapterTurn(ms, (before + reads.measure()) / 2)
+
+    turns = [take_turn(number) for number in range(options.turns)]
     print(
         f"{machine.model}, {machine.dtype}, quantization {runner.quantization},"
         f" {machine.threads} threads, {options.streams} streams, rank {options.rank},"
-        f" {num_bytes[0] / 1e6:.1f} MB an adapter; memory is read at"
+        f" {adapter_bytes / 1e6:.1f} MB an adapter; memory is read at"
         f" {median(turn.bytes_per_s for turn in turns) / GB:.1f} GB/s\n"
     )
     if options.experts:
-        print_beside_torch(turns, [kind for kind in kinds if kind.backend == "native"])
+        ours = [kind for kind in kinds if kind.backend == "native"]
+        print_steps(turns, ours, ("ms by torch", "times ours"), beside_torch)
         return EXIT_OK
-    rows, holds = [], True
-    for kind in kinds:
-        times = [turn.ms[kind] for turn in turns]
-        base = [turn.ms[AdapterSteps(kind.context, 0)] for turn in turns]
-        read = [1000 * sum(num_bytes[: kind.num_adapters]) / turn.bytes_per_s for turn in turns]
-        share = median((b + r) / t for b, r, t in zip(base, read, times, strict=True))
-        holds &= share >= options.share
-        ratio = median(b / t for b, t in zip(base, times, strict=True))
-        rows.append(
-            (
-                str(kind.context),
-                str(kind.num_adapters),
-                f"{median(times):.2f}",
-                f"{ratio:.2f}",
-                f"{median(b / (b + r) for b, r in zip(base, read, strict=True)):.2f}",
-                f"{share:.2f}",
-            )
-        )
-    header = ("context", "adapters", "ms a step", "of the base's rate", "at most", "share of that")
-    print(markdown_table(header, rows))
-    return EXIT_OK if holds else EXIT_FAILED
+    beside = partial(beside_memory, adapter_bytes=adapter_bytes)
+    figures = print_steps(turns, kinds, ("at most", "share of that"), beside)
+    return EXIT_OK if min(share for _, share in figures) >= options.share else EXIT_FAILED
 
 
-def print_beside_torch(turns: Sequence[AdapterTurn], kinds: Sequence[AdapterSteps]) -> None:
-    """Print steps of the native kernels beside those of plain torch."""
+def beside_torch(turns: Sequence[AdapterTurn], kind: AdapterSteps) -> Figures:
+    """Return the ms of a step by plain torch, and how many times those of the native kernels."""
+    theirs = [turn.ms[kind._replace(backend="torch")] for turn in turns]
+    return median(theirs), median_ratio(theirs, [turn.ms[kind] for turn in turns])
+
+
+def beside_memory(turns: Sequence[AdapterTurn], kind: AdapterSteps, adapter_bytes: int) -> Figures:
+    """Return the rate that memory allows, beside that without adapters, and the share of it."""
+    base = [turn.ms[kind._replace(num_adapters=0)] for turn in turns]
+    read = [1000 * kind.num_adapters * adapter_bytes / turn.bytes_per_s for turn in turns]
+    least = [b + r for b, r in zip(base, read, strict=True)]
+    return median_ratio(base, least), median_ratio(least, [turn.ms[kind] for turn in turns])
+
+
+def print_steps(
+    turns: Sequence[AdapterTurn],
+    kinds: Sequence[AdapterSteps],
+    header: tuple[str, str],
+    beside: Callable[[Sequence[AdapterTurn], AdapterSteps], Figures],
+) -> Sequence[Figures]:
+    """Print a table of steps: their ms, the rate beside that without adapters, two more columns.
+
+    Args:
+        turns: what was measured.
+        kinds: the steps, a row each.
+        header: names of the two columns.
+        beside: returns their values for steps of a kind.
+
+    Returns:
+        The values of the two columns.
+    """
+    figures = [beside(turns, kind) for kind in kinds]
     rows = []
-    for kind in kinds:
-        ours = [turn.ms[kind] for turn in turns]
-        base = [turn.ms[kind._replace(num_adapters=0)] for turn in turns]
-        theirs = [turn.ms[kind._replace(backend="torch")] for turn in turns]
-        rows.append(
-            (
-                str(kind.context),
-                str(kind.num_adapters),
-                f"{median(ours):.2f}",
-                f"{median(b / t for b, t in zip(base, ours, strict=True)):.2f}",
-                f"{median(theirs):.2f}",
-                f"{median(p / t for p, t in zip(theirs, ours, strict=True)):.2f}",
-            )
-        )
-    header = ("context", "adapters", "ms a step", "of the base's rate", "ms by torch", "times ours")
-    print(markdown_table(header, rows))
+    for kind, values in zip(kinds, figures, strict=True):
+        ms = [turn.ms[kind] for turn in turns]
+        rate = median_ratio([turn.ms[kind._replace(num_adapters=0)] for turn in turns], ms)
+        numbers = (f"{number:.2f}" for number in (median(ms), rate, *values))
+        rows.append((str(kind.context), str(kind.num_adapters), *numbers))
+    print(markdown_table(("context", "adapters", "ms a step", "of the base's rate", *header), rows))
+    return figures
+
+
+def median_ratio(numerators: Sequence[float], denominators: Sequence[float]) -> float:
+    """Return the median of the ratios of two lists of values of the same turns."""
+    return median(n / d for n, d in zip(numerators, denominators, strict=True))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

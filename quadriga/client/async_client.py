@@ -230,6 +230,9 @@ class AsyncClient(ServerSession):
             params: sampling and stopping; a list gives each prompt its own.
             **options: timeout, priority, … (see RequestOptions), for each prompt of a list.
 
+        Returns:
+            The completion, which has the other choices in `others`; a list for a list of prompts.
+
         Raises:
             TypeError: a keyword has another name; the message names similar ones.
             InvalidRequest: the prompt or a parameter is wrong; PromptTooLong is one of them.
@@ -636,12 +639,15 @@ class AsyncClient(ServerSession):
         return info.values
 
     async def flush_cache(self, timeout: float = 10.0) -> int:
-        """Drop cached prefixes that no request uses; return the number of pages that this freed.
+        """Drop the cached prefixes that no request uses.
 
             num_pages = await client.flush_cache()
 
         Args:
             timeout: seconds until DeadlineExceeded, connecting included.
+
+        Returns:
+            The number of pages that this freed.
 
         Raises:
             DeadlineExceeded: no answer within the timeout.
@@ -655,7 +661,7 @@ class AsyncClient(ServerSession):
     async def release_cache(
         self, key: str | None = None, tenant: str = "", timeout: float = 10.0
     ) -> int:
-        """Let go what requests have asked to keep in the prefix cache; return how many prefixes.
+        """Let go what requests have asked to keep in the prefix cache.
 
             hint = CacheHint("session-17", ttl_s=3600)
             completion = await client.generate(chat, cache=hint)
@@ -665,6 +671,9 @@ class AsyncClient(ServerSession):
             key: key of their CacheHint; None: all of this client's tenant.
             tenant: owner of the requests; the server ignores it but from its own gateway.
             timeout: seconds until DeadlineExceeded, connecting included.
+
+        Returns:
+            The number of prefixes that were kept until now.
 
         Raises:
             DeadlineExceeded: no answer within the timeout.

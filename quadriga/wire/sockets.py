@@ -304,6 +304,14 @@ def _bulk_context() -> "zmq.Context[zmq.Socket[bytes]]":
     return zmq.Context()
 
 
+def _bulk_socket(kind: int, prepare: Prepare, max_message_bytes: int) -> "zmq.Socket[bytes]":
+    socket = _bulk_context().socket(kind)
+    socket.linger = LINGER_MS
+    prepare(socket)
+    socket.maxmsgsize = max_message_bytes
+    return socket
+
+
 def bind_answers(address: str, prepare: Prepare, max_message_bytes: int) -> "zmq.Socket[bytes]":
     """Bind a ROUTER that answers questions. What it sends to a peer that has gone is dropped.
 
@@ -312,12 +320,9 @@ def bind_answers(address: str, prepare: Prepare, max_message_bytes: int) -> "zmq
         prepare: called with the socket before it is bound.
         max_message_bytes: of a question; a connection with a longer one is closed.
     """
-    socket = _bulk_context().socket(zmq.ROUTER)
-    socket.linger = LINGER_MS
-    prepare(socket)
+    socket = _bulk_socket(zmq.ROUTER, prepare, max_message_bytes)
     socket.sndhwm = MAX_ANSWERS
     socket.rcvhwm = MAX_QUESTIONS
-    socket.maxmsgsize = max_message_bytes
     _bind(socket, address)
     return socket
 
@@ -332,13 +337,10 @@ def connect_questions(
         prepare: called with the socket before it connects.
         max_message_bytes: of an answer.
     """
-    socket = _bulk_context().socket(zmq.DEALER)
-    socket.linger = LINGER_MS
-    prepare(socket)
+    socket = _bulk_socket(zmq.DEALER, prepare, max_message_bytes)
     socket.immediate = True
     socket.sndhwm = MAX_QUESTIONS
     socket.rcvhwm = MAX_ANSWERS
-    socket.maxmsgsize = max_message_bytes
     socket.reconnect_ivl = RECONNECT_MS
     socket.reconnect_ivl_max = QUESTIONS_RECONNECT_MS
     socket.connect(address)

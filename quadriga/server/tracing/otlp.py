@@ -7,7 +7,7 @@ the traces wait as bytes in its batch processor, whose thread makes spans of the
 import hashlib
 import logging
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from urllib.parse import urlsplit, urlunsplit
 
 import msgspec
@@ -105,14 +105,13 @@ class _Sender(SpanExporter):
         self._exporter = OTLPSpanExporter(urlunsplit(parts), timeout=TIMEOUT_S)
         self._resource = resource
         self._has_failed = self._is_closed = False
-        SDK_LOGGER.addHandler(_Problems(self._report))
-        SDK_LOGGER.propagate = False
         self.num_taken = self.num_exported = self.num_failed = 0
 
     def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
         """Send a batch of waiting traces."""
         self.num_taken += len(spans)
         traces = [_decode(trace.data) for trace in spans if isinstance(trace, _WaitingTrace)]
+        _exporting.sender = self
         result = self._exporter.export(
             [span for trace in traces for span in spans_of(trace, self._resource)]
         )
@@ -131,7 +130,7 @@ class _Sender(SpanExporter):
             self._is_closed = True
             self._exporter.shutdown()
 
-    def _report(self, problem: str) -> None:
+    def report(self, problem: str) -> None:
         """Log the first failure of several."""
         if not self._has_failed and not self._is_closed:
             logging.warning(
@@ -144,16 +143,26 @@ class _Sender(SpanExporter):
         self._has_failed = True
 
 
-class _Problems(logging.Handler):
-    """Hand the messages of the SDK's exporter to a function, in place of the log."""
+class _Exporting(threading.local):
+    """The sender that exports in this thread."""
 
-    def __init__(self, report: Callable[[str], None]) -> None:
-        super().__init__()
-        self._report = report
+    sender: _Sender | None = None
+
+
+_exporting = _Exporting()
+
+
+class _Problems(logging.Handler):
+    """Hand what the SDK's exporter logs to the sender that exports in the thread."""
 
     def emit(self, record: logging.LogRecord) -> None:
         """Hand on a message."""
-        self._report(record.getMessage())
+        if _exporting.sender is not None:
+            _exporting.sender.report(record.getMessage())
+
+
+SDK_LOGGER.addHandler(_Problems())
+SDK_LOGGER.propagate = False
 
 
 # --- spans ----------------------------------------------------------------------------------------

@@ -98,3 +98,12 @@ def round_weights(engine: TorchEngine, bits: int) -> None:
     for name, weight in engine.model.named_parameters():
         if weight.dim() == 2 and "position" not in name:
             weight.data.copy_(quantize(weight.float(), bits).dense()[:, : weight.shape[1]])
+
+
+def round_all_but_routers(engine: TorchEngine, bits: int) -> None:
+    """Replace the matrices as `round_weights`, but those that choose experts."""
+    weights = dict(engine.model.named_parameters())
+    routers = {name: weight.clone() for name, weight in weights.items() if ".router." in name}
+    round_weights(engine, bits)
+    for name, weight in routers.items():
+        weights[name].data.copy_(weight)

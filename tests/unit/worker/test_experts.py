@@ -15,7 +15,7 @@ from tests.unit.worker.compared_engines import (
     drive,
     native,
     reference,
-    round_weights,
+    round_all_but_routers,
 )
 from tests.unit.worker_driver import Driver, prompts_of, runner_of
 from worker_proc.loading.checkpoints import with_mxfp4
@@ -57,15 +57,7 @@ def test_quantized_experts_compute_nearly_what_their_rounded_weights_say(
     all_chosen: Path, dtype: torch.dtype, bits: int
 ) -> None:
     theirs = reference(all_chosen, dtype, 16)
-    routers = {
-        name: weight.clone()
-        for name, weight in theirs.model.named_parameters()
-        if ".router." in name
-    }
-    round_weights(theirs, bits)
-    for name, weight in theirs.model.named_parameters():
-        if name in routers:
-            weight.data.copy_(routers[name])  # which the kernels do not round
+    round_all_but_routers(theirs, bits)
     ours = native(all_chosen, dtype, 16, bits=bits)
     drive(Compared(ours, theirs, QUANTIZED_TOLERANCE), dtype, 16, seed=7)
 

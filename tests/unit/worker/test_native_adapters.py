@@ -28,7 +28,7 @@ from tests.unit.worker.compared_engines import (
     Compared,
     native,
     reference,
-    round_weights,
+    round_all_but_routers,
 )
 from tests.unit.worker.random_adapters import random_adapter
 from tests.unit.worker_driver import CPU, Driver, Request, load_on_cpu, prompts_of, runner_of
@@ -103,18 +103,6 @@ def test_every_step_has_the_numbers_of_plain_torch(
         round_all_but_routers(theirs, bits)
     within = TOLERANCE[dtype] if bits is None else QUANTIZED_TOLERANCE
     check_adapters(ours, theirs, adapters_of(directory), within)
-
-
-def round_all_but_routers(theirs: TorchEngine, bits: int) -> None:
-    routers = {
-        name: weight.clone()
-        for name, weight in theirs.model.named_parameters()
-        if ".router." in name
-    }
-    round_weights(theirs, bits)
-    for name, weight in theirs.model.named_parameters():
-        if name in routers:
-            weight.data.copy_(routers[name])
 
 
 @pytest.mark.parametrize("family", EXPERTS)

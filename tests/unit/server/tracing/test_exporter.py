@@ -70,6 +70,24 @@ def test_a_busy_collector_is_asked_again_and_one_that_refuses_is_not(
     assert "takes traces again" in caplog.text
 
 
+def test_the_failures_of_one_exporter_are_logged_once_and_not_those_of_another(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    with running_collector() as refusing, running_collector() as other:
+        refusing.statuses = [400, 400]
+        exporters = [OtlpExporter(collector.url, {}) for collector in (refusing, other)]
+        for _ in range(2):
+            for otlp in exporters:
+                otlp.put(ENCODED)
+            for otlp in exporters:
+                wait_until(lambda otlp=otlp: sum(otlp.info().values()) >= 1, 30)  # type: ignore[misc]
+        for otlp in exporters:
+            otlp.close()
+    assert caplog.text.count("does not take traces") == 1
+    assert refusing.url in caplog.text
+    assert other.url not in caplog.text
+
+
 def test_what_does_not_fit_is_dropped_and_counted_without_waiting(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
