@@ -1,4 +1,4 @@
-"""POST /infill, llama.cpp's endpoint for editors: the text between two others.
+"""llama.cpp's endpoints: POST /infill for editors, and GET /props, from which clients read limits.
 
 The docstrings of the bodies are the descriptions in /openapi.json.
 """
@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
 import msgspec
+from aiohttp import web
 
 from http_proc.core.call import Call
 from http_proc.core.errors import ApiError, QueueHint, invalid
@@ -20,7 +21,9 @@ from http_proc.generation.sampling import (
     with_grammar,
 )
 from http_proc.generation.schema import RequestBody, Top
-from http_proc.web.endpoint import generating
+from http_proc.web.endpoint import Endpoint, generating
+from http_proc.web.exchange import json_response, model_of
+from quadriga import __version__
 from quadriga.client.types import Completion, StreamChunk, Timings
 from quadriga.sampling.params import MAX_SEED, SamplingParams
 from quadriga.server.model_info import ContextFile
@@ -108,6 +111,33 @@ class InfillAnswer(msgspec.Struct, kw_only=True):
     stop: bool = True
     index: int = 0
     id_slot: int = 0
+
+
+class DefaultSettings(msgspec.Struct):
+    """n_ctx: largest number of tokens of a request, its answer included."""
+
+    n_ctx: int
+
+
+class Modalities(msgspec.Struct, frozen=True):
+    """What a prompt may have beside text."""
+
+    vision: bool = False
+    audio: bool = False
+
+
+class Props(msgspec.Struct):
+    """The model and its limits. total_slots: largest number of requests that run at one time.
+
+    model_alias, model_path: the name of the model.
+    """
+
+    default_generation_settings: DefaultSettings
+    total_slots: int
+    model_alias: str
+    model_path: str
+    modalities: Modalities = Modalities()
+    build_info: str = f"quadriga {__version__}"
 
 
 class LlamaCppError(QueueHint):
@@ -299,7 +329,16 @@ def _logit_bias(call: InfillRequest) -> dict[int, float]:
         ) from None
 
 
+async def props(request: web.Request) -> web.Response:
+    """Return the limits of a model."""
+    model = model_of(request)
+    info = await model.server_info.static()
+    settings = DefaultSettings(info["context_length"])
+    return json_response(Props(settings, info["max_running_requests"], model.name, model.name))
+
+
 LLAMA_CPP_ENDPOINTS = [
+    Endpoint("/props", props, "The model and its limits, in llama.cpp's format", Props),
     generating("/infill", infill, "Fill the gap between two texts, in llama.cpp's format",
                InfillRequest, InfillAnswer, sampling=LLAMA_CPP,
                error_body=error_body, error=LlamaCppErrorAnswer),

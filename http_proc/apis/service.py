@@ -1,6 +1,7 @@
 """The handlers beside generation: models, tokens, aborts, cache, server info, probes and traces."""
 
 import os
+from collections.abc import Awaitable, Callable
 from datetime import datetime, timezone
 from operator import attrgetter
 from typing import Any
@@ -29,6 +30,7 @@ from http_proc.generation.vectors import classifies, embeds, ranks
 from http_proc.web.endpoint import Endpoint, limit_of
 from http_proc.web.exchange import GATEWAY, json_response, model_of, read_object
 from quadriga import clock
+from quadriga.client import AsyncClient
 from quadriga.errors import QuadrigaError
 from quadriga.server.answer_format import from_info
 from quadriga.server.tenants import own_info
@@ -318,32 +320,31 @@ async def flush_cache(request: web.Request) -> web.Response:
             "the cache is that of all tenants: flush it with a key of --api-key",
             code="not_allowed",
         )
-    if "model" in request.query:
-        return json_response(FlushAnswer(await model_of(request).client.flush_cache()))
-    flushed = await request.app[GATEWAY].models.each(lambda model: model.client.flush_cache())
-    num_pages = 0
-    for num_flushed in flushed:
-        if isinstance(num_flushed, QuadrigaError):
-            raise num_flushed
-        num_pages += num_flushed
-    return json_response(FlushAnswer(num_pages))
+    return json_response(FlushAnswer(await _sum(request, lambda client: client.flush_cache())))
 
 
 async def release_cache(request: web.Request) -> web.Response:
     """Let go what requests of this tenant have asked to keep, of one model or of all."""
     body = convert(await read_object(request), ReleaseBody)
     key, tenant = body.prompt_cache_key, current_caller().tenant
+    released = await _sum(request, lambda client: client.release_cache(key, tenant))
+    return json_response(ReleaseAnswer(released))
+
+
+async def _sum(request: web.Request, ask: Callable[[AsyncClient], Awaitable[int]]) -> int:
+    """Return the answer of the model that the query names, else the sum of all models' answers.
+
+    Raises:
+        QuadrigaError: a model does not answer.
+    """
     if "model" in request.query:
-        client = model_of(request).client
-        return json_response(ReleaseAnswer(await client.release_cache(key, tenant)))
-    models = request.app[GATEWAY].models
-    numbers = await models.each(lambda model: model.client.release_cache(key, tenant))
-    released = 0
-    for number in numbers:
+        return await ask(model_of(request).client)
+    total = 0
+    for number in await request.app[GATEWAY].models.each(lambda model: ask(model.client)):
         if isinstance(number, QuadrigaError):
             raise number
-        released += number
-    return json_response(ReleaseAnswer(released))
+        total += number
+    return total
 
 
 async def livez(_: web.Request) -> web.Response:

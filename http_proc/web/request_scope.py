@@ -111,7 +111,7 @@ NOT_SERVED = (
     NotServed(("/embedding", "/embeddings", "/encode"), "use POST /v1/embeddings"),
     NotServed(("/apply-template",), "use POST /render"),
     NotServed(
-        ("/props", "/slots", "/get_model_info", "/get_server_info", "/model_info", "/version",
+        ("/slots", "/get_model_info", "/get_server_info", "/model_info", "/version",
          "/load"),
         "use GET /server_info",
     ),

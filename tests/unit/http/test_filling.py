@@ -58,6 +58,16 @@ def test_infill_answers_as_llama_cpp_does() -> None:
     assert params.repetition_penalty == 1.5 and params.logit_bias == {5: -100.0, 6: 2.0}
 
 
+def test_props_has_the_limits_that_clients_of_llama_cpp_read() -> None:
+    ring = ScriptedRing([], context_length=4096, max_running_requests=8)
+    answer = answer_of(ring, "/props").body
+    assert answer["default_generation_settings"]["n_ctx"] == 4096 and answer["total_slots"] == 8
+    assert answer["model_alias"] == answer["model_path"] == "tiny"
+    assert answer["modalities"] == {"vision": False, "audio": False}
+    assert answer["build_info"].startswith("quadriga ")
+    assert answer_of(ring, "/props?model=other").status == 404
+
+
 def test_infill_returns_the_fields_that_are_asked_for() -> None:
     fields = ["content", "timings/prompt_n", "nothing/at/all"]
     ring = ScriptedRing(["a"], **FILLING)
