@@ -9,8 +9,9 @@ python -m tests.faults.kill_matrix --requests encoder ranker …  # answers that
 python -m tests.faults.kill_matrix --requests adapters  # streams of more adapters than places
 
 The streams are greedy, in float32, of a tiny model with random weights. Each is compared with the
-undisturbed run: lost (ended with an error), duplicated (longer than expected), different. Those by
-HTTP (resumed_streams.py) are compared event by event, and "all" are all processes at once: after
+undisturbed run: lost (ended with an error), duplicated (longer than expected), different. A process
+is killed when each of them has a token, or (moment "prompts") at a random time before that. Those
+by HTTP (resumed_streams.py) are compared event by event, and "all" are all processes at once: after
 SIGKILL the server is started again with --resume, after SIGSTOP its processes are continued.
 Answers that are numbers (number_requests.py) are compared to their last bit.
 """
@@ -30,7 +31,7 @@ from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from bench.client.server import free_port
 from quadriga.client import AsyncClient, SamplingParams
@@ -49,17 +50,22 @@ from tests.server import (
     stop,
     wait_until_ready,
 )
-from tests.tiny_models import tiny_llama
-from tests.waiting import wait_until_async
+from tests.tiny_models import VOCAB_SIZE, tiny_llama
+from tests.waiting import wait_until, wait_until_async
 
 PROCESSES = ("worker_proc", "scheduler_proc", "detok_proc", "tokenizer_proc", "http_proc")
 SIGNALS = ("SIGKILL", "SIGSTOP", "SIGSEGV")
-MOMENTS = ("loading", "streams", "draining", "http")
+PROMPTS = "prompts"
+MOMENTS = ("loading", PROMPTS, "streams", "draining", "http")
 ALL = "all"
 # In place of a name: any process may be killed.
 ANY = "any"
 STREAMS, CLIENTS = 64, 4
 GREEDY = SamplingParams(temperature=0, max_new_tokens=200, ignore_eos=True)
+# With the moment "prompts", which are longer, and computed in many steps.
+AFTER_PROMPT = SamplingParams(temperature=0, max_new_tokens=32, ignore_eos=True)
+PROMPT_TOKENS = range(100, 600)
+PROMPT_FLAGS = ("--chunked-prefill-size", "32")
 # A stream that takes longer counts as lost. Under repeated kills restarts are delayed by seconds.
 TIMEOUT_S = 60.0
 RANDOM_KILLS_TIMEOUT_S = 600.0
@@ -134,6 +140,8 @@ class Load:
         arrivals: Arrival times of chunks.
     """
 
+    sampling = GREEDY
+
     def __init__(
         self,
         endpoint: str,
@@ -167,9 +175,9 @@ class Load:
         ids: list[int] = []
         text = ""
         try:
-            prompt = [3 + number] * (1 + number % 40)
+            prompt = self.prompt(number)
             adapter = self._adapters[number % len(self._adapters)]
-            stream = client.stream(prompt, GREEDY, timeout=self._timeout_s, adapter=adapter)
+            stream = client.stream(prompt, self.sampling, timeout=self._timeout_s, adapter=adapter)
             async for chunk in stream:
                 self.arrivals.append(time.monotonic())
                 self._streaming += not ids and bool(chunk.token_ids)
@@ -181,11 +189,49 @@ class Load:
             return error
         return ids, text
 
+    def prompt(self, number: int) -> list[int]:
+        """Return the prompt of a stream."""
+        return [3 + number] * (1 + number % 40)
+
     def silence_after(self, moment: float) -> float:
         """Return the seconds from a moment to the end of the longest silence after it."""
         later = [moment, *sorted(t for t in self.arrivals if t > moment)]
         gaps = [(later[n + 1] - later[n], later[n + 1]) for n in range(len(later) - 1)]
         return max(gaps)[1] - moment if gaps else 0.0
+
+
+class PromptLoad(Load):
+    """Streams with longer prompts, of which no two begin alike.
+
+    Args:
+        endpoint: of the server.
+        adapters: of the streams in turn.
+        num_streams: how many there are.
+        seed: of the prompts.
+    """
+
+    sampling = AFTER_PROMPT
+
+    def __init__(self, endpoint: str, adapters: Sequence[str], num_streams: int, seed: int) -> None:
+        super().__init__(endpoint, adapters=adapters, num_streams=num_streams)
+        self._seed = seed
+
+    def prompt(self, number: int) -> list[int]:
+        """Return the prompt of a stream."""
+        chosen = random.Random(f"{self._seed} {number}")
+        return chosen.choices(range(3, VOCAB_SIZE), k=chosen.choice(PROMPT_TOKENS))
+
+
+class Reference(NamedTuple):
+    """What streams give undisturbed.
+
+    Attributes:
+        answers: of each stream.
+        started_after_s: seconds until each had a token.
+    """
+
+    answers: Sequence[Answer]
+    started_after_s: float
 
 
 class TokenWork:
@@ -200,13 +246,18 @@ class TokenWork:
 
     def flags(self, directory: Path) -> list[str]:
         """Write the model, and return the flags of its server."""
-        return ["--model", str(tiny_llama(directory)), "--max-total-tokens", "16384"]
+        model = tiny_llama(directory, max_position_embeddings=1024)
+        return ["--model", str(model), "--max-total-tokens", "16384"]
 
     def load(
         self, endpoint: str, _url: str, _killed: str, timeout_s: float, _is_stopping: bool = False
     ) -> AnyLoad:
         """Return streams by the public socket."""
         return Load(endpoint, timeout_s, num_streams=self._num_streams)
+
+    def prompt_load(self, endpoint: str, seed: int) -> PromptLoad:
+        """Return streams with longer prompts."""
+        return PromptLoad(endpoint, ("",), self._num_streams, seed)
 
     def resumed_load(self, _endpoint: str, url: str) -> AnyLoad:
         """Return streams that go on at a server that resumes."""
@@ -237,6 +288,10 @@ class AdapterWork(TokenWork):
     ) -> AnyLoad:
         """Return streams by the public socket."""
         return Load(endpoint, timeout_s, self.NAMES, self._num_streams)
+
+    def prompt_load(self, endpoint: str, seed: int) -> PromptLoad:
+        """Return streams with longer prompts."""
+        return PromptLoad(endpoint, self.NAMES, self._num_streams, seed)
 
     def resumed_load(self, _endpoint: str, url: str) -> AnyLoad:
         """Return streams that go on at a server that resumes."""
@@ -302,11 +357,13 @@ class Matrix:
         num_prefill: int = 0,
     ) -> None:
         self._directory = directory
-        self._work = work
+        self.work = work
         self._number = 0
         self._environment: dict[str, str] = {}
         self._port = 0
         self._expected_events: Sequence[Answer] = []
+        self._references: list[Reference] = []
+        self._chosen = random.Random(0)
         self._flags = [*work.flags(directory / "model"), "--dtype", "float32"]
         self._flags += ["--worker-threads", "1"]
         self._flags += ["--max-restarts", "1000000", "--dp", str(dp)]
@@ -326,24 +383,41 @@ class Matrix:
     def _load(
         self, endpoint: str, killed: str, timeout_s: float = TIMEOUT_S, is_stopping: bool = False
     ) -> AnyLoad:
-        return self._work.load(endpoint, _url(self._port), killed, timeout_s, is_stopping)
+        return self.work.load(endpoint, _url(self._port), killed, timeout_s, is_stopping)
 
     @contextmanager
-    def server(self) -> Iterator[Server]:
+    def server(self, *more_flags: str) -> Iterator[Server]:
         flags, environment = self._next_flags(), self._environment
         log = self._directory / f"log-{self._number}"
-        with running_server(log, *flags, environment=environment) as server:
+        with running_server(log, *flags, *more_flags, environment=environment) as server:
             yield server
 
     def streams(self, name: str, number: int, rounds: int, tally: StreamTally) -> None:
         with self.server() as server:
-
-            async def kill() -> None:
-                await _kill(server, name, number)
-
             for _ in range(rounds):
                 load = self._load(server.endpoint, name)
-                asyncio.run(_disturbed(load, tally, kill, self.expected))
+                _disturb(server, name, number, load, tally, self.expected)
+
+    def prompts(self, name: str, number: int, rounds: int, tally: StreamTally) -> None:
+        """Kill a process at a random time until each stream has a token."""
+        self._compute_references(rounds)
+        with self.server(*PROMPT_FLAGS) as server:
+            for seed, reference in enumerate(self._references[:rounds]):
+                load = self._prompt_load(server, seed)
+                after_s = self._chosen.uniform(0, reference.started_after_s)
+                _disturb(server, name, number, load, tally, reference.answers, after_s)
+
+    def _compute_references(self, rounds: int) -> None:
+        """Compute what the streams of each round give undisturbed, at a server of their own."""
+        if len(self._references) >= rounds:
+            return
+        with self.server(*PROMPT_FLAGS) as server:
+            for seed in range(len(self._references), rounds):
+                self._references.append(asyncio.run(_timed(self._prompt_load(server, seed))))
+
+    def _prompt_load(self, server: Server, seed: int) -> PromptLoad:
+        assert isinstance(self.work, TokenWork)
+        return self.work.prompt_load(server.endpoint, seed)
 
     def http(self, name: str, number: int, rounds: int, tally: StreamTally) -> None:
         """Kill a process, or all, of a server that resumes."""
@@ -351,19 +425,20 @@ class Matrix:
         journal = self._directory / f"journal-{self._number}"
         flags = [*self._flags, "--port", str(port), "--journal", str(journal)]
         with resumed_server(self._directory, endpoint, flags, self._environment) as servers:
-
-            async def disturb() -> None:
-                if name == ALL:
-                    await asyncio.to_thread(servers.disturb_all, number)
-                else:
-                    await _kill(servers.server, name, number)
-
             if not self._expected_events:
-                load = self._work.resumed_load(endpoint, _url(port))
+                load = self.work.resumed_load(endpoint, _url(port))
                 self._expected_events = _undisturbed(asyncio.run(load.run()))
+
+            async def disturb_all() -> None:
+                await asyncio.to_thread(servers.disturb_all, number)
+
             for _ in range(rounds):
-                load = self._work.resumed_load(endpoint, _url(port))
-                asyncio.run(_disturbed(load, tally, disturb, self._expected_events))
+                load = self.work.resumed_load(endpoint, _url(port))
+                if name == ALL:
+                    asyncio.run(_disturbed(load, tally, disturb_all, self._expected_events))
+                else:
+                    server, expected = servers.server, self._expected_events
+                    _disturb(server, name, number, load, tally, expected)
 
     def draining(self, name: str, number: int, rounds: int, tally: StreamTally) -> None:
         for _ in range(rounds):
@@ -431,15 +506,26 @@ def _undisturbed(answers: Sequence[Answer | Exception]) -> Sequence[Answer]:
     return [each for each in answers if not isinstance(each, Exception)]
 
 
+async def _timed(load: AnyLoad) -> Reference:
+    """Run a load undisturbed."""
+    began_at = time.monotonic()
+    running = asyncio.create_task(load.run())
+    await load.started.wait()
+    started_after_s = time.monotonic() - began_at
+    return Reference(_undisturbed(await running), started_after_s)
+
+
 async def _disturbed(
     load: AnyLoad,
     tally: StreamTally,
     disturb: Callable[[], Awaitable[None]],
     expected: Sequence[Answer],
+    after_s: float | None = None,
 ) -> None:
-    """Run a load, and call `disturb` once all requests are under way."""
+    """Run a load, and call `disturb` once all requests are under way, or sooner after `after_s`."""
     running = asyncio.create_task(load.run())
-    await load.started.wait()
+    with contextlib.suppress(asyncio.TimeoutError):
+        await asyncio.wait_for(load.started.wait(), after_s)
     assert not running.done(), "all requests had ended before the kill"
     moment = time.monotonic()
     await disturb()
@@ -453,10 +539,32 @@ def _url(port: int) -> str:
     return f"http://127.0.0.1:{port}"
 
 
-async def _kill(server: Server, name: str, number: int) -> None:
-    """Send a signal to a process as soon as it exists."""
+async def _kill(server: Server, name: str, number: int) -> int:
+    """Send a signal to a process as soon as it exists. Return its pid."""
     pid = await wait_until_async(lambda: server.pid_of(name), START_TIMEOUT_S, lambda: name)
     os.kill(pid, number)
+    return pid
+
+
+def _disturb(
+    server: Server,
+    name: str,
+    number: int,
+    load: AnyLoad,
+    tally: StreamTally,
+    expected: Sequence[Answer],
+    after_s: float | None = None,
+) -> None:
+    """Kill a process under a load, as in _disturbed, and wait until it is back."""
+    killed = 0
+
+    async def kill() -> None:
+        nonlocal killed
+        killed = await _kill(server, name, number)
+
+    asyncio.run(_disturbed(load, tally, kill, expected, after_s))
+    wait_until(lambda: server.pid_of(name) not in (0, killed), START_TIMEOUT_S, lambda: name)
+    settle(server.endpoint, START_TIMEOUT_S)
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -514,8 +622,9 @@ def _run(matrix: Matrix, options: argparse.Namespace, title: str) -> bool:
         kills = matrix.at_random(processes, options.random, tally)
         return _print(f"{title}{kills} random kills", tally)
     clean = True
+    has_prompts = isinstance(matrix.work, TokenWork)
     for name, kind, moment in itertools.product(processes, options.signals, options.moments):
-        if name == ALL and moment != "http":
+        if (name == ALL and moment != "http") or (moment == PROMPTS and not has_prompts):
             continue
         tally, number = StreamTally(), signal.Signals[kind]
         getattr(matrix, moment)(name, number, options.rounds, tally)
