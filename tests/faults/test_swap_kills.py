@@ -37,6 +37,7 @@ async def texts_of(client: AsyncClient, count: int) -> list[str]:
     return [one.text for one in await asyncio.gather(*asked)]
 
 
+@pytest.mark.timeout(300)
 def test_kills_while_models_take_turns_cost_nothing() -> None:
     flags = ["--moments", "pausing", "--signals", "SIGKILL", "--seed", "1"]
     assert main([*flags, "--processes", "worker_proc", "scheduler_proc"]) == 0

@@ -42,8 +42,8 @@ def test_a_socket_that_is_a_file_serves_its_user_beside_a_gateway_with_keys(
     flags = ["--model", str(llama_dir), "--dtype", "float32", "--port", str(port)]
     flags += ["--max-total-tokens", "4096", "--host", "0.0.0.0", "--api-key", "k"]
     with running_server(tmp_path / "log", *flags, endpoint=f"ipc://{path}") as server:
-        log = server.log.read_text()
-        assert f"open    http 0.0.0.0:{port} with keys · zmq {path} for this user only" in log
+        doors = f"open    http 0.0.0.0:{port} with keys · zmq {path} for this user only"
+        wait_until(lambda: doors in server.log.read_text(), 20, server.log.read_text)
         assert stat.S_IMODE(path.stat().st_mode) == 0o600
         assert completion(port)[0] == 401
         status, body = completion(port, "k")
