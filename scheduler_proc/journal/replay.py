@@ -18,6 +18,7 @@ from quadriga.errors import ConfigError, InvalidRequest, QuadrigaError
 from quadriga.llm.llm import CONNECT_TIMEOUT_S, OwnedServer, server_argv
 from quadriga.sampling.params import SamplingParams
 from quadriga.server.config.parser import CommandParser
+from quadriga.server.models.adapters.store import COPIES_NAME, files_of
 from quadriga.wire.adapter import AdapterRef
 from quadriga.wire.grammar import GrammarForm
 from quadriga.wire.packing import num_ids, pack_floats, unpack_floats, unpack_ids
@@ -204,7 +205,9 @@ def _run(arguments: argparse.Namespace, flags: list[str]) -> int:
     prompt, params = prompt_of(request), params_of(request)
     adapter = request.message.adapter
     if adapter is not None and not arguments.endpoint:
-        flags = [*flags, "--lora-modules", f"{adapter.name}={adapter.path}"]
+        # With --dp, the journal of a replica is below the directory that has the copies.
+        copies = (one / COPIES_NAME for one in (arguments.journal, arguments.journal.parent))
+        flags = [*flags, "--lora-modules", f"{adapter.name}={files_of(adapter, *copies)}"]
     with _connected(arguments, flags, journal) as client:
         _check_model(journal, client.info())
         if adapter is None:

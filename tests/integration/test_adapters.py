@@ -388,5 +388,7 @@ def test_receipts_name_the_adapter_and_a_journal_is_replayed_with_it(
     assert main(["replay", answer.request_id, *where]) == replay.EXIT_EQUAL
     assert capsys.readouterr().out.count(f"equal: all {NUM_TOKENS} tokens") == 2
     shutil.copytree(adapters.directory / "a2", path, dirs_exist_ok=True)
+    assert main(["replay", answer.request_id, *where]) == replay.EXIT_EQUAL  # with the copy
+    shutil.rmtree(tmp_path / "copied" / "adapters")
     assert main(["replay", answer.request_id, *where]) == replay.EXIT_FAILED
     assert "load what" in capsys.readouterr().err

@@ -32,6 +32,7 @@ from quadriga.wire.adapter import AdapterRef
 from quadriga.wire.client import InfoValues
 
 LIST_NAME = "adapters.json"
+COPIES_NAME = "adapters"  # directory of the copies in that of the journal
 MAX_NAME_CHARS = 200
 # Copies without a name, and without a request, are removed when they are older.
 UNUSED_S = 30.0
@@ -97,7 +98,7 @@ class AdapterStore:
         """
         directory = server_dir / "adapters" / (_NO_DIRECTORY.sub("-", model) or "_")
         journal = config.scheduler.journal
-        copies = Path(journal).absolute() / "adapters" if journal else directory
+        copies = Path(journal).absolute() / COPIES_NAME if journal else directory
         return cls(directory, copies, config.model, config.scheduler.max_loras)
 
     # --- names ------------------------------------------------------------------------------------
@@ -121,7 +122,7 @@ class AdapterStore:
         if self._lora_dir is None or not is_plain or "/" in name or name.startswith("."):
             return None
         path = self._lora_dir / name
-        has_files = any(file.is_file() for file in _files_of(path))
+        has_files = any(file.is_file() for file in _possible_files(path))
         return AdapterEntry(name=name, path=str(path), is_found=True) if has_files else None
 
     def all(self) -> list[AdapterEntry]:
@@ -295,12 +296,8 @@ class AdapterStore:
         return removed
 
     def files(self, adapter: AdapterRef) -> Path:
-        """Return where the files of an adapter are: the copy, else those that it was made of.
-
-        The latter may have another content by now, or be missing.
-        """
-        copy = self._copies / adapter.id
-        return _content(copy) if copy.is_dir() else Path(adapter.path)
+        """Return where the files of an adapter are, as `files_of`."""
+        return files_of(adapter, self._copies)
 
     # --- files ------------------------------------------------------------------------------------
 
@@ -310,7 +307,7 @@ class AdapterStore:
             disk.make_directory(self._copies)
             scratch = Path(tempfile.mkdtemp(prefix=".", dir=self._copies))
             try:
-                for path in _files_of(source):
+                for path in _possible_files(source):
                     if path.is_file():
                         shutil.copyfile(path, scratch / path.name)
                 copy = self._copies / adapter_id(_content(scratch))
@@ -335,6 +332,21 @@ class AdapterStore:
             disk.replace(self._list, msgspec.json.encode(list(entries.values())))
 
 
+def files_of(adapter: AdapterRef, *directories: Path) -> Path:
+    """Return where the files of an adapter are: the copy, else those that it was made of.
+
+    The latter may have another content by now, or be missing.
+
+    Args:
+        adapter: the adapter.
+        directories: where copies are.
+    """
+    for copy in (directory / adapter.id for directory in directories):
+        if copy.is_dir():
+            return _content(copy)
+    return Path(adapter.path)
+
+
 def _absolute(path: str) -> Path:
     return Path(path).expanduser().absolute()
 
@@ -347,7 +359,7 @@ def _identity(path: str) -> str:
         raise InvalidRequest(str(error), "lora_path") from None
 
 
-def _files_of(path: Path) -> list[Path]:
+def _possible_files(path: Path) -> list[Path]:
     """Return the files that an adapter may have."""
     if not path.is_dir():
         return [path] if path.suffix == ".gguf" else []
