@@ -56,7 +56,7 @@ if TYPE_CHECKING:
     from quadriga.errors import ServerUnreachable as ServerUnreachable
     from quadriga.errors import SlowReader as SlowReader
     from quadriga.llm.llm import LLM as LLM
-    from quadriga.llm.lora import LoRARequest as LoRARequest
+    from quadriga.llm.llm import LoRARequest as LoRARequest
     from quadriga.sampling.params import SamplingParams as SamplingParams
     from quadriga.sampling.pooling import Pooling as Pooling
     from quadriga.wire.cache import CacheHint as CacheHint
@@ -79,8 +79,7 @@ _MODULES = {
         "QuotaExceeded", "RequestAborted", "RequestFailed", "ServerFailed", "ServerStopping",
         "ServerUnreachable", "SlowReader",
     ),
-    "quadriga.llm.llm": ("LLM",),
-    "quadriga.llm.lora": ("LoRARequest",),
+    "quadriga.llm.llm": ("LLM", "LoRARequest"),
     "quadriga.sampling.params": ("SamplingParams",),
     "quadriga.sampling.pooling": ("Pooling",),
     "quadriga.wire.cache": ("CacheHint",),

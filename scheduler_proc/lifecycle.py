@@ -13,7 +13,7 @@ from quadriga.wire import client, sockets, to_detok, to_scheduler
 from quadriga.wire.adapter import AdapterRef
 from quadriga.wire.to_detok import PromptWork
 from quadriga.wire.worker import AdapterReady, GrammarReady, WorkerReady
-from scheduler_proc import adapter_queue, core, forecast, grammar_queue, request_table
+from scheduler_proc import core, forecast, held_requests, request_table
 from scheduler_proc.journal import detok_outbox, recovery, writer
 from scheduler_proc.journal.events import StepEvents
 from scheduler_proc.observe import replica_report, stats, tracer
@@ -114,8 +114,8 @@ class RequestLifecycle:
         self.end_observers: list[EndObserver] = []
         self.pool_observers: list[PoolObserver] = []
         self.report = replica_report.ReplicaReport()
-        self.grammars = grammar_queue.GrammarQueue(worker)
-        self.adapters = adapter_queue.AdapterQueue(worker, args.max_loras, args.num_loras_in_memory)
+        self.grammars = held_requests.GrammarQueue(worker)
+        self.adapters = held_requests.AdapterQueue(worker, args.max_loras, args.num_loras_in_memory)
         self.table = request_table.RequestTable(eos_ids)
         self.outbox = detok_outbox.DetokOutbox(detok)
         self.stats = stats.SchedulerStats()

@@ -17,10 +17,10 @@ from quadriga.wire.worker import NO_ADAPTER, SlotSamplingParams
 from tests.unit.worker_driver import CPU, Driver, load_on_cpu, prompts_of
 from worker_proc.adapters.change import Adapter
 from worker_proc.adapters.places import Places
-from worker_proc.adapters.reading import read_adapter
 from worker_proc.engines.torch_engine import TorchAttention, TorchEngine
 from worker_proc.loading.loader import load_model
 from worker_proc.loading.sharding import WHOLE, TPRank
+from worker_proc.startup.adapters import read_adapter
 from worker_proc.step.runner import Runner
 from worker_proc.step.slot_table import SlotTable
 

@@ -4,7 +4,6 @@ with LLM("smollm2-135m") as llm:
     print(llm.generate("The capital of France is").text)
 """
 
-from quadriga.llm.llm import LLM, ServerFlags
-from quadriga.llm.lora import LoRARequest
+from quadriga.llm.llm import LLM, LoRARequest, ServerFlags
 
 __all__ = ["LLM", "LoRARequest", "ServerFlags"]

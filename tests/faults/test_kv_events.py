@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from quadriga.client import Client, SamplingParams
-from scheduler_proc.kv_events.block_hash import block_hash, root_hash
+from scheduler_proc.kv_events.tree_events import block_hash, root_hash
 from tests.kv_event_subscriber import KVEventSubscriber
 from tests.server import Server, running_server, settle, wait_until
 

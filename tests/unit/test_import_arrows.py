@@ -140,7 +140,7 @@ def test_only_llm_and_the_command_line_reach_the_second_floor() -> None:
         if "server" not in path.relative_to(ROOT).parts
         and any(name.startswith("quadriga.server") for name in imported_names(path))
     }
-    assert importers == {"quadriga/llm/llm.py", "quadriga/llm/lora.py", "quadriga/__main__.py"}
+    assert importers == {"quadriga/llm/llm.py", "quadriga/__main__.py"}
 
 
 def test_no_two_folders_import_each_other() -> None:

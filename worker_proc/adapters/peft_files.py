@@ -21,8 +21,7 @@ from torch import Tensor
 
 from quadriga.errors import ModelError, quoted
 from quadriga.server.models.adapters.content import SAFETENSORS_NAME, AdapterContent, check_rank
-from quadriga.server.models.adapters.peft_config import PeftConfig
-from quadriga.server.models.adapters.peft_names import (
+from quadriga.server.models.adapters.peft_config import (
     BASE_BIAS,
     BASE_WEIGHT,
     BIAS,
@@ -35,6 +34,7 @@ from quadriga.server.models.adapters.peft_names import (
     UP,
     UP_BIAS,
     WEIGHT,
+    PeftConfig,
     split_name,
 )
 from quadriga.server.models.families.decoder_config import NAMES

@@ -16,7 +16,7 @@ from quadriga.wire.worker import (
     StepPlan,
     WorkerReady,
 )
-from scheduler_proc.adapter_queue import MAX_OVERTAKEN_A_PLACE
+from scheduler_proc.held_requests import MAX_OVERTAKEN_A_PLACE
 from tests.unit.scheduler.sampling_bench import PROMPT, Bench
 from tests.unit.simulation import World, abort, reference, submit
 

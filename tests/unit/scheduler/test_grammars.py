@@ -3,7 +3,7 @@
 from quadriga.wire.grammar import GrammarForm
 from quadriga.wire.packing import unpack_ids
 from quadriga.wire.worker import CompileGrammar, FailedRow, ForgetGrammar
-from scheduler_proc.grammar_queue import MAX_UNUSED
+from scheduler_proc.held_requests import MAX_UNUSED
 from tests.unit.scheduler.sampling_bench import GRAMMAR, GrammarBench
 from tests.unit.simulation import abort
 

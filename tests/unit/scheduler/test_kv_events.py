@@ -16,10 +16,8 @@ from quadriga.errors import AddressInUse, ConfigError
 from quadriga.server.config.kv_events import KVEventsConfig, parse_kv_events
 from quadriga.wire.kv_events import AllBlocksCleared, BlockStored, Event, KVEventBatch
 from scheduler_proc.kv_events import publisher
-from scheduler_proc.kv_events.batch_log import BatchLog
-from scheduler_proc.kv_events.block_hash import block_hash, root_hash
-from scheduler_proc.kv_events.publisher import KVEvents
-from scheduler_proc.kv_events.tree_events import TreeEvents
+from scheduler_proc.kv_events.publisher import BatchLog, KVEvents
+from scheduler_proc.kv_events.tree_events import TreeEvents, block_hash, root_hash
 from scheduler_proc.state.kv_cache import KVCache
 from scheduler_proc.state.request import Request
 from scheduler_proc.state.window import make_kv_cache

@@ -32,8 +32,8 @@ from tests.unit.gguf_checkpoint import gguf_of
 from tests.unit.quantized_checkpoint import FORMATS, quantize_checkpoint
 from tests.unit.worker_driver import load_on_cpu, prompts_of
 from worker_proc.adapters.places import Places
-from worker_proc.adapters.reading import read_adapter
 from worker_proc.loading.loader import load_model
+from worker_proc.startup.adapters import read_adapter
 from worker_proc.startup.build import make_runner
 
 pytest.importorskip("peft")

@@ -6,6 +6,8 @@ An adapter is a directory as PEFT writes it, or a GGUF of the type adapter.
 import dataclasses
 import hashlib
 import json
+import math
+import struct
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -13,18 +15,35 @@ from typing import Any
 
 from quadriga import disk
 from quadriga.errors import ModelError, quoted
-from quadriga.server.models.adapters.peft_config import CONFIG_NAME, PeftConfig, parse_config
-from quadriga.server.models.adapters.peft_names import split_name
-from quadriga.server.models.adapters.safetensors_header import (
-    HeaderEntry,
-    header_length,
-    parse_header,
+from quadriga.server.models.adapters.peft_config import (
+    CONFIG_NAME,
+    PeftConfig,
+    parse_config,
+    split_name,
 )
 from quadriga.server.models.formats import gguf_reader
 
 SAFETENSORS_NAME, PICKLE_NAME = "adapter_model.safetensors", "adapter_model.bin"
 LORA_TYPE = "lora"
 _MAX_CONFIG_BYTES = 16_000_000
+MAX_HEADER_BYTES = 100_000_000  # the format's own limit
+ITEM_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
+
+
+@dataclass(frozen=True, slots=True)
+class HeaderEntry:
+    """A tensor in the header of a file of safetensors.
+
+    Attributes:
+        dtype: one of ITEM_BYTES.
+        shape: its sizes.
+        begin, end: its bytes in the file.
+    """
+
+    dtype: str
+    shape: tuple[int, ...]
+    begin: int
+    end: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -240,3 +259,71 @@ def _read(path: Path) -> bytes:
         return disk.read_bytes(path)
     except OSError as error:
         raise ModelError(f"cannot read {path}: {error.strerror}") from None
+
+
+# --- the header of a file of safetensors ------------------------------------------------------
+
+
+def header_length(start: bytes) -> int:
+    """Return the number of bytes before the first tensor's, of the first 8 bytes of a file.
+
+    Raises:
+        ModelError: the file is shorter, or is no safetensors file.
+    """
+    if len(start) < 8:
+        raise ModelError(f"it is cut short: it has {len(start)} bytes; fetch it again")
+    (length,) = struct.unpack("<Q", start)
+    if length > MAX_HEADER_BYTES:
+        raise ModelError("it is no safetensors file; save it again")
+    return 8 + int(length)
+
+
+def parse_header(header: bytes, num_bytes: int) -> dict[str, HeaderEntry]:
+    """Return the tensors by their names.
+
+    Args:
+        header: the first `header_length` bytes of the file.
+        num_bytes: of the whole file.
+
+    Raises:
+        ModelError: the file is cut short or damaged, or has tensors of another type; the message
+            has to be put behind its path.
+    """
+    if len(header) < header_length(header[:8]):
+        raise ModelError(f"it is cut short: it has {len(header)} bytes; fetch it again")
+    try:
+        entries = json.loads(header[8:])
+        tensors = {
+            name: HeaderEntry(
+                entry["dtype"],
+                tuple(map(int, entry["shape"])),
+                *(len(header) + int(place) for place in entry["data_offsets"]),
+            )
+            for name, entry in entries.items()
+            if name != "__metadata__"
+        }
+    except (UnicodeDecodeError, ValueError, TypeError, KeyError, AttributeError, RecursionError):
+        raise ModelError("its header is damaged; fetch it again") from None
+    for name, tensor in tensors.items():
+        _check_entry(name, tensor, len(header), num_bytes)
+    return tensors
+
+
+def _check_entry(name: str, tensor: HeaderEntry, first: int, num_bytes: int) -> None:
+    if tensor.dtype not in ITEM_BYTES:
+        raise ModelError(
+            f"its tensor {quoted(name)} is {quoted(tensor.dtype)}; supported:"
+            f" {', '.join(ITEM_BYTES)}"
+        )
+    if tensor.end > num_bytes:
+        raise ModelError(
+            f"it is cut short: {quoted(name)} ends at byte {tensor.end:,} of {num_bytes:,}; fetch"
+            " it again"
+        )
+    size = math.prod(tensor.shape) * ITEM_BYTES[tensor.dtype]
+    if (
+        tensor.begin < first
+        or tensor.end - tensor.begin != size
+        or min(tensor.shape, default=1) < 0
+    ):
+        raise ModelError(f"its header is damaged: of {quoted(name)}; fetch it again")

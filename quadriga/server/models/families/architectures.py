@@ -9,14 +9,21 @@ from typing import Any
 
 from quadriga.errors import ModelError
 from quadriga.server.models.families import classifier, config_values, decoder_config, gpt
-from quadriga.server.models.families.bert import bert, distilbert, mpnet, nomic_bert, roberta
-from quadriga.server.models.families.embedding_gemma import gemma3_text
+from quadriga.server.models.families.bert import (
+    bert,
+    distilbert,
+    modernbert,
+    mpnet,
+    nomic_bert,
+    roberta,
+)
 from quadriga.server.models.families.llama import (
     ernie4_5,
     exaone4,
     gemma,
     gemma2,
     gemma3,
+    gemma3_text,
     glm,
     glm4,
     gpt_oss,
@@ -35,7 +42,6 @@ from quadriga.server.models.families.llama import (
     seed_oss,
     smollm3,
 )
-from quadriga.server.models.families.modernbert import modernbert
 
 INT8_SCALE_BYTES = 4
 

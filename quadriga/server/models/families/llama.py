@@ -4,6 +4,8 @@ RMSNorm, rotary positions, grouped-query attention, and a gated MLP or a mixture
 function for each model_type.
 """
 
+from dataclasses import replace
+from types import MappingProxyType
 from typing import Any
 
 from quadriga.errors import ModelError
@@ -18,6 +20,7 @@ from quadriga.server.models.families.config_values import (
 )
 from quadriga.server.models.families.decoder_config import (
     DEFAULT_THETA,
+    NAMES,
     DecoderConfig,
     ExpertsConfig,
     RopeScaling,
@@ -562,4 +565,28 @@ def gpt_oss(config: dict[str, Any]) -> DecoderConfig:
             interleaved=True,
         ),
         names=GPT_OSS_NAMES,
+    )
+
+
+# EmbeddingGemma: a Gemma 3 whose tokens see the whole text, or a window on either side.
+#
+# Vera et al. 2025, https://arxiv.org/abs/2509.20354.
+
+
+def gemma3_text(config: dict[str, Any]) -> DecoderConfig:
+    """Read the config.json of a Gemma 3 that reads no images: it makes text or vectors."""
+    require(config, "use_bidirectional_attention", (False, None, True))
+    if not config.get("use_bidirectional_attention"):
+        return gemma3(config)
+    window = int(setting(config, "sliding_window", DEFAULT_WINDOW)) // 2 + 1
+    read = gemma3(config | {"use_bidirectional_attention": False, "sliding_window": window})
+    prefix = "model."
+    names = {key: name.removeprefix(prefix) for key, name in (NAMES | dict(read.names)).items()}
+    return replace(
+        read,
+        bidirectional=True,
+        tie_word_embeddings=True,
+        names=MappingProxyType(names),
+        removed=(*read.removed, prefix),
+        skipped_starts=(*read.skipped_starts, "lm_head."),
     )
