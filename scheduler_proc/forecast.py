@@ -514,6 +514,11 @@ class SimulatedParts:
         """Number of decode rows of the next step."""
         return self._time.num_decodes
 
+    @property
+    def has_staying_rows(self) -> bool:
+        """Whether a request decodes now that does not go on at another replica at once."""
+        return not all(request.will_soon_leave for request in self._core.running)
+
     def num_admissible(self, width: int) -> int:
         """Return how many requests may enter now, at most `width`."""
         return min(width, self.num_free_slots)

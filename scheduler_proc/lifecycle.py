@@ -433,7 +433,10 @@ class RequestLifecycle:
             news = None
             if has_report:
                 costs, page_s = self._costs, self.offload_stats.fetch_page_s
-                work = PromptWork(costs.prompt_s, costs.num_prompt_tokens, page_s)
+                work = PromptWork(
+                    costs.prompt_s, costs.num_prompt_tokens, page_s,
+                    costs.num_rows, costs.rows_s, costs.shortest_s,
+                )  # fmt: skip
                 news = report.take(self.core.kv, self.table, self.outbox.replayable(), work)
             self.outbox.send(events, self._clock(), self.num_waiting, self.queue_wait_s, news)
         self._journal.append(events)

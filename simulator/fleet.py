@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import count, islice
 
+import msgspec
 import numpy as np
 
 from cluster_proc.scaling import Scaling
@@ -320,7 +321,8 @@ class Fleet:
             return
         routed = dispatcher.place(placed)
         placed.choice(0).replica = routed.replica
-        message = placed.next_submit()
+        moves_on = dispatcher.router.hands_over(routed.replica)
+        message = msgspec.structs.replace(placed.next_submit(), moves_on=moves_on)
         if placed.is_moving:
             num_known = packing.num_ids(message.prompt_ids) + len(placed.choice(0).token_ids)
             self.counts.num_computed_again += max(0, num_known - 1 - routed.num_cached)

@@ -70,18 +70,24 @@ class MovableChoice(msgspec.Struct, array_like=True, frozen=True):
 
 
 class PromptWork(msgspec.Struct, array_like=True, frozen=True):
-    """What a scheduler has measured of prompts since its start.
+    """What a scheduler has measured of prompts, and of the rows beside them, since its start.
 
     Attributes:
         seconds: what steps have taken longer because of their prompts.
         num_tokens: prompt tokens that were computed in this time.
         page_s: seconds in which a page of another replica is loaded, in the fastest load; 0.0
             before any.
+        num_rows: decode rows of all steps.
+        rows_s: the sum over these rows of what their step would have taken without prompts.
+        shortest_s: seconds of the shortest kind of step.
     """
 
     seconds: float = 0.0
     num_tokens: int = 0
     page_s: float = 0.0
+    num_rows: int = 0
+    rows_s: float = 0.0
+    shortest_s: float = 0.0
 
 
 class ReplicaNews(msgspec.Struct, array_like=True, frozen=True):

@@ -58,6 +58,7 @@ class Submit(msgspec.Struct, tag="submit", array_like=True, frozen=True):
         sender: number of the frontend, as in FrontendRestarted.
         adapter: the adapter that answers; None: the model itself. `cache_salt` has its id, too.
         cache: keep what it computes after its end; None: as long as there is room.
+        moves_on: it is to go on at another replica as soon as its prompt is computed.
     """
 
     client: bytes
@@ -85,6 +86,7 @@ class Submit(msgspec.Struct, tag="submit", array_like=True, frozen=True):
     sender: int = 0
     adapter: AdapterRef | None = None
     cache: CacheHint | None = None
+    moves_on: bool = False
 
     def begun(self) -> "Submit":
         """Return the request as it began, with the number of its placement."""

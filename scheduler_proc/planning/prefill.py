@@ -244,11 +244,17 @@ def _computes_beginning(other: Request, request: Request, num_uncached: int) -> 
 # A running stream gets a token with each step, so that a step's time is its inter-token latency
 # (ITL). A newcomer waits for the step that runs, too. So the target bounds all steps with
 # prompts, as far as `StepCosts` can tell; the first step with prompts has no bound.
+#
+# A replica that computes prompts for others has no streams that the target is meant for. There a
+# step is long enough that the part which every step takes, such as to read the weights, is small:
+# with a target hardly longer than that part, half of the time would be spent on it.
 
 # Aimed at, of the target: measured steps lie around the expected ones.
 AIM = 0.9
 # A step computes so many prompt tokens even if its decode rows alone take longer than the target.
 MIN_PROMPT_TOKENS = 16
+# Where no stream stays, a step may take as long as so many of the shortest ones.
+NUM_SHORTEST_STEPS = 10
 
 
 class StepTarget:
@@ -263,7 +269,14 @@ class StepTarget:
         self._costs = costs
         self._seconds = None if args.itl_target is None else AIM * args.itl_target / 1000
 
-    def limit(self, limit: int, context: int, batch: ScheduleBatch, num_streams: int) -> int:
+    def limit(
+        self,
+        limit: int,
+        context: int,
+        batch: ScheduleBatch,
+        num_streams: int,
+        all_move_on: bool = False,
+    ) -> int:
         """Return how many further tokens of a prompt the step can take, at most `limit`.
 
         Args:
@@ -271,13 +284,17 @@ class StepTarget:
             context: number of the prompt's tokens before them.
             batch: the step as it is.
             num_streams: number of requests that decode in this step, or in the one after it.
+            all_move_on: the prompt and these requests go on at other replicas.
         """
         if self._seconds is None or not self._costs.knows_prompts:
             return limit
+        seconds = self._seconds
+        if all_move_on:
+            seconds = max(seconds, NUM_SHORTEST_STEPS * self._costs.shortest_s)
         spent = self._costs.seconds(num_streams, batch.num_prompt_tokens, batch.num_pairs)
         if num_streams and not batch.num_decodes:  # streams get their tokens in the step after it
             spent += self._costs.seconds(0)
-        most = self._costs.tokens_within(self._seconds - spent, context)
+        most = self._costs.tokens_within(seconds - spent, context)
         if batch.num_prompts == 0:
             most = max(most, MIN_PROMPT_TOKENS)
         return min(limit, most)
@@ -360,6 +377,10 @@ class PlanParts(Protocol):
         """Number of decode rows of the next step."""
 
     @property
+    def has_staying_rows(self) -> bool:
+        """Whether a request decodes that does not go on at another replica at once."""
+
+    @property
     def num_free_slots(self) -> int:
         """Number of slots that no request holds."""
 
@@ -430,6 +451,11 @@ class CoreParts:
     def num_rows(self) -> int:
         """Number of decode rows of the next step."""
         return self._running.num_rows
+
+    @property
+    def has_staying_rows(self) -> bool:
+        """Whether a request decodes that does not go on at another replica at once."""
+        return not all(request.will_soon_leave for request in self._running)
 
     @property
     def num_free_slots(self) -> int:
@@ -542,7 +568,8 @@ class PrefillPlanner:
         if partial:
             first = waiting.first(1, self.budget.tokens)
             self._parts.preempt_partial(first, plan)
-            if partial:
+            # A stream that comes from another replica has little left to compute, and goes first.
+            if partial and not self._can_go_on(first):
                 self._add_first_parts(first, plan)
         budget = self.budget.tokens - plan.batch.num_prompt_tokens
         lacked: WaitReason | None
@@ -558,6 +585,11 @@ class PrefillPlanner:
         if lacked is not None:
             self._lacked, self._lacked_at = lacked, now
 
+    def _can_go_on(self, waiting: list[Request]) -> bool:
+        """Return whether a stream of another replica waits, whose pages are here."""
+        awaits = self._parts.offload.awaits
+        return any(request.goes_on and not awaits(request) for request in waiting)
+
     def add_alone(self, request: Request, plan: Plan, now: float) -> None:
         """Add a prompt to a step that has no other row. It is admitted if it has no slot."""
         if request.slot >= 0:
@@ -571,7 +603,7 @@ class PrefillPlanner:
         """Add what prompts under way get before those that wait, of which `waiting` is next."""
         partial, budget = self._parts.partial, self.budget
         oldest = min(partial.values(), key=age_of)
-        alone = self._in_time(budget.tokens, oldest.num_computed_tokens, plan.batch)
+        alone = self._in_time(oldest, budget.tokens, oldest.num_computed_tokens, plan.batch)
         for request, limit in self.sharing.first_parts(partial.values(), alone, budget, waiting):
             if request.seq in partial:  # it may have been retracted for the one before
                 self._add_part(request, limit, plan)
@@ -604,7 +636,8 @@ class PrefillPlanner:
         """
         batch, count = plan.batch, request.num_uncomputed_tokens
         if self.budget.cuts_prompts and not request.goes_whole:
-            count = self._in_time(min(count, limit), request.num_computed_tokens, batch)
+            computed = request.num_computed_tokens
+            count = self._in_time(request, min(count, limit), computed, batch)
         count = self._parts.grow_prompt(request, count, plan, is_first)
         if count == 0:
             return 0
@@ -613,9 +646,11 @@ class PrefillPlanner:
         self._parts.on_part(request, samples)
         return count
 
-    def _in_time(self, limit: int, context: int, batch: ScheduleBatch) -> int:
+    def _in_time(self, request: Request, limit: int, context: int, batch: ScheduleBatch) -> int:
         """Return how many of `limit` tokens of a prompt the step can take under --itl-target."""
-        return self.target.limit(limit, context, batch, self._parts.num_rows)
+        parts = self._parts
+        all_move_on = request.moves_on and not parts.has_staying_rows
+        return self.target.limit(limit, context, batch, parts.num_rows, all_move_on)
 
     # --- the waiting queue ------------------------------------------------------------------------
 
@@ -685,14 +720,14 @@ class PrefillPlanner:
         if self.sharing.is_held_back(request, num_uncached, budget, parts.partial.values()):
             return None
         if has_prompts and limits.cuts_prompts:
-            budget = self._in_time(budget, num_cached, batch)
+            budget = self._in_time(request, budget, num_cached, batch)
             if self.sharing.is_full(num_uncached, budget, len(parts.partial)):
                 return None
         if request.goes_whole:
             return num_uncached if num_uncached <= budget or not has_prompts else 0
         count = limits.num_tokens_for(num_uncached, budget, has_prompts)
         if count and limits.cuts_prompts:
-            count = self._in_time(count, num_cached, batch)
+            count = self._in_time(request, count, num_cached, batch)
         if 0 < count < num_uncached:
             count = self.sharing.first_part(count, budget, len(parts.waiting))
         return count

@@ -46,11 +46,14 @@ class StepCosts:
         last_ended: end of the last step; 0.0 before the first one.
         prompt_s: what steps have taken longer because of their prompts, since the start.
         num_prompt_tokens: prompt tokens of these steps.
+        num_rows: decode rows of all steps.
+        rows_s: the sum over these rows of what their step would have taken without prompts.
     """
 
     def __init__(self) -> None:
         self.last_ended = 0.0
         self.prompt_s, self.num_prompt_tokens = 0.0, 0
+        self.rows_s, self.num_rows = 0.0, 0
         self._recent: dict[StepKind, deque[float]] = {}  # seconds a token
         self._last_s: dict[StepKind, float] = {}
         # Without prompts, and with them.
@@ -73,10 +76,13 @@ class StepCosts:
         self._last_s[kind] = seconds
         if seconds > 0.0:
             self._observe_prices(batch, seconds)
+        without = seconds
         if batch.num_prompts:
             without = self.seconds(batch.num_decodes) if batch.num_decodes else 0.0
             self.prompt_s += max(0.0, seconds - without)
             self.num_prompt_tokens += batch.num_prompt_tokens
+        self.rows_s += batch.num_decodes * min(seconds, without)
+        self.num_rows += batch.num_decodes
         self._observe_wall(batch, result.ended)
         self.last_ended = result.ended
 

@@ -240,6 +240,8 @@ class FinishReason(str, enum.Enum):
 
 
 ALL_TOKENS = sys.maxsize
+# A request that has more tokens at the replica of its prompt found no other one with room.
+MAX_TOKENS_BEFORE_MOVE = 8
 
 
 @dataclass(slots=True, eq=False)
@@ -255,7 +257,7 @@ class Request:
             decode and the return after a retraction follow from this one rule.
         max_total_tokens: prompt and completion at their longest.
         due_at: time at which its first token is due: by its ttft_target, and no later than its
-            deadlines.
+            deadlines; 0.0 where it came here with tokens.
         tenant: name of its tenant, with its user where there is one; "" without tenants.
         weight: share of its tenant, in proportion to the weights of the others.
         cache_salt: what its cached pages are kept apart by.
@@ -290,6 +292,8 @@ class Request:
         adapter: the adapter that answers; None: the model itself.
         adapter_place: the worker's place of it, while the request may run.
         cache: how what it computes is kept after its end; None: as long as there is room.
+        moves_on: it is to go on at another replica as soon as its prompt is computed.
+        goes_on: it came with tokens of another replica: a stream that pauses until its admission.
     """
 
     seq: int
@@ -347,6 +351,8 @@ class Request:
     adapter: AdapterRef | None = None
     adapter_place: int = NO_ADAPTER
     cache: CacheHint | None = None
+    moves_on: bool = False
+    goes_on: bool = False
 
     @classmethod
     def from_submit(
@@ -392,6 +398,7 @@ class Request:
             trace=_recorder_of(message),
             adapter=message.adapter,
             cache=message.cache,
+            moves_on=message.moves_on,
         )
 
     # --- life -------------------------------------------------------------------------------------
@@ -426,6 +433,7 @@ class Request:
         """
         if token_ids:
             self.tokens[self.num_prompt :] = token_ids
+            self.goes_on, self.due_at = True, 0.0
         self.num_known_tokens = len(self.tokens)
         self.first_token_at = first_token_at
         if token_ids and token_ids[-1] in self.stop_ids:
@@ -480,6 +488,11 @@ class Request:
     def num_generated(self) -> int:
         """Number of generated tokens, with those that were given."""
         return len(self.tokens) - self.num_prompt
+
+    @property
+    def will_soon_leave(self) -> bool:
+        """Whether it moves on with its first tokens; after a few, it is taken to have to stay."""
+        return self.moves_on and self.num_generated <= MAX_TOKENS_BEFORE_MOVE
 
     @property
     def given_ids(self) -> list[int]:

@@ -295,7 +295,11 @@ class OpenRequests:
 
     def _stamped(self, message: Submit, owner: ChoiceOwner) -> Submit:
         return msgspec.structs.replace(
-            message, placement=owner.placement, since=owner.since, sender=self._sender
+            message,
+            placement=owner.placement,
+            since=owner.since,
+            sender=self._sender,
+            moves_on=self._router.hands_over(owner.replica),
         )
 
     # --- what replicas report ---------------------------------------------------------------------

@@ -21,6 +21,9 @@ class RoleLoad(NamedTuple):
         num_apart: requests so far whose prompts were given to replicas that compute them for
             others.
         num_handed_over: how many of these have gone on at another replica.
+        num_rows: decode rows of all steps of all replicas.
+        rows_s: the sum over these rows of what their step would have taken without prompts.
+        shortest_s: seconds of the shortest kind of step.
     """
 
     prompt_s: float
@@ -29,6 +32,9 @@ class RoleLoad(NamedTuple):
     page_s: float
     num_apart: int = 0
     num_handed_over: int = 0
+    num_rows: int = 0
+    rows_s: float = 0.0
+    shortest_s: float = 0.0
 
     @property
     def copy_share(self) -> float:
@@ -55,14 +61,17 @@ INTERVAL_S = 1.0
 WINDOW_S = 10.0
 # From one change of roles to the next.
 HOLD_S = 5.0
-# Replicas for prompts, in proportion to the replicas that these keep busy. Where steps are bounded
-# (--itl-target), the others compute prompts beside streams without harm, and take what comes in
-# bursts. Without a bound each prompt that is computed there stops streams.
-BOUNDED_SHARE = 0.5
+# With --itl-target: what a step aims at, of the target, and the part of the time of a replica that
+# only computes prompts in which it does so: the rest is what every step takes.
+AIM, PREFILL_SHARE = 0.9, 0.9
+# The present number stays while its load is at most so many times the least one.
+TOLERANCE = 1.1
+# Without: replicas for prompts in proportion to the replicas that these keep busy, as each prompt
+# that is computed elsewhere stops streams.
 UNBOUNDED_SHARE, UNBOUNDED_MORE = 1.5, 1.0
 # Of all replicas; the others must have room for every stream.
 MAX_SHARE = 0.65
-# A new number must be better than the present one by more than this, or by this share of it.
+# Without --itl-target a new number must differ by more than this, or by this share of the present.
 BAND, BAND_SHARE = 0.75, 0.1
 # Pages that take longer to move than to compute stay where they are: all replicas are mixed.
 MAX_COPY_SHARE = 1.0
@@ -73,21 +82,33 @@ FIRST_PAUSE_S, MAX_PAUSE_S = 60.0, 3600.0
 
 
 class FollowPrompts:
-    """As many replicas as prompts keep busy, times a factor.
+    """The number of replicas with which the busiest role has the least to do.
 
     The measure is the time of steps that prompts take: 2.0 where prompts alone would keep two
     replicas busy. It does not depend on the machine, the model or what is cached.
 
+    With a target for steps (--itl-target) two loads are computed for each number K of N replicas,
+    as if it held for the last seconds:
+
+        steps   = step without prompts, with the streams at N - K replicas / target
+        prompts = replicas that prompts keep busy
+                  / (K * PREFILL_SHARE + (N - K) * (1 - steps))
+
+    What steps leave of the target at the other replicas is room for prompts, too. The larger of
+    the two is the load of a K. So all replicas are mixed where their steps have room for all
+    prompts, and there are no more replicas for prompts than leave the streams in time.
+
     Args:
         num_replicas: number of all replicas.
-        is_bounded: steps with prompts are cut to a target (--itl-target).
+        target_s: --itl-target, in seconds; None: steps have no bound.
     """
 
-    def __init__(self, num_replicas: int, is_bounded: bool) -> None:
+    def __init__(self, num_replicas: int, target_s: float | None) -> None:
+        self._num_replicas = num_replicas
         self._max = min(num_replicas - 1, max(1, int(MAX_SHARE * num_replicas)))
-        self._is_bounded = is_bounded
-        self._last: tuple[float, float] | None = None  # when, and the load's seconds then
-        self._num_busy, self._weight = 0.0, 0.0
+        self._step_s = None if target_s is None else AIM * target_s
+        self._last: tuple[float, RoleLoad] | None = None  # when, and the load then
+        self._num_busy, self._num_rows, self._rows_s, self._weight = 0.0, 0.0, 0.0, 0.0
         self._num = 0
         self._changed_at = self._paused_until = -math.inf
         self._pause_s = FIRST_PAUSE_S
@@ -99,10 +120,9 @@ class FollowPrompts:
         if load.copy_share > MAX_COPY_SHARE or not self._do_move(load, now):
             self._num = 0
         elif now - self._changed_at >= HOLD_S:
-            wanted = min(self._wanted, float(self._max))
-            band = max(BAND, BAND_SHARE * self._num)
-            if abs(wanted - self._num) > band:
-                self._num, self._changed_at = round(wanted), now
+            wanted = self._by_share() if self._step_s is None else self._by_load(load)
+            if wanted != self._num:
+                self._num, self._changed_at = wanted, now
         return self._num
 
     def _do_move(self, load: RoleLoad, now: float) -> bool:
@@ -118,21 +138,51 @@ class FollowPrompts:
                 self._pause_s = FIRST_PAUSE_S
         return now >= self._paused_until
 
-    @property
-    def _wanted(self) -> float:
-        num_busy = self._num_busy / self._weight if self._weight else 0.0
-        if self._is_bounded:
-            return BOUNDED_SHARE * num_busy
-        return UNBOUNDED_SHARE * num_busy + min(UNBOUNDED_MORE, num_busy)
+    def _by_share(self) -> int:
+        """Return as many as prompts keep busy, times a factor."""
+        wanted = UNBOUNDED_SHARE * self._num_busy + min(UNBOUNDED_MORE, self._num_busy)
+        wanted = min(wanted, float(self._max))
+        band = max(BAND, BAND_SHARE * self._num)
+        return round(wanted) if abs(wanted - self._num) > band else self._num
+
+    def _by_load(self, load: RoleLoad) -> int:
+        """Return the least number whose load is near the least one, if the present one's is not."""
+        loads = [self._load_with(num, load.shortest_s) for num in range(self._max + 1)]
+        most = TOLERANCE * min(loads)
+        if loads[self._num] <= most:
+            return self._num
+        return next(num for num, one in enumerate(loads) if one <= most)
+
+    def _load_with(self, num: int, shortest_s: float) -> float:
+        """Return the load with so many replicas for prompts.
+
+        Args:
+            num: of these replicas.
+            shortest_s: seconds of the shortest kind of step.
+        """
+        assert self._step_s is not None
+        # What rows add to a step grows with the rows, and so as the others become fewer.
+        step_s = self._rows_s / self._num_rows if self._num_rows else shortest_s
+        rows_s = max(0.0, step_s - shortest_s)
+        num_others = self._num_replicas - num
+        rows_s *= (self._num_replicas - self._num) / num_others
+        steps = (shortest_s + rows_s) / self._step_s
+        room = PREFILL_SHARE * num + num_others * max(0.0, 1.0 - steps)
+        return max(steps, self._num_busy / room if room else math.inf)
 
     def _observe(self, load: RoleLoad, now: float) -> None:
-        """Average the number of replicas that prompts keep busy, the latest ones weigh most."""
+        """Average the load over the last seconds, of which the latest ones weigh most."""
         if self._last is not None and now > self._last[0]:
             began_at, before = self._last
             seconds = now - began_at
             kept = math.exp(-seconds / WINDOW_S)
-            # A replica that was restarted counts from 0 again.
-            num_busy = max(0.0, load.prompt_s - before) / seconds
-            self._num_busy = kept * self._num_busy + (1 - kept) * num_busy
             self._weight = kept * self._weight + (1 - kept)
-        self._last = now, load.prompt_s
+            share = (1 - kept) / self._weight
+            # A replica that was restarted counts from 0 again.
+            num_busy = max(0.0, load.prompt_s - before.prompt_s) / seconds
+            num_rows = max(0, load.num_rows - before.num_rows)
+            rows_s = max(0.0, load.rows_s - before.rows_s)
+            self._num_busy += share * (num_busy - self._num_busy)
+            self._num_rows += share * (num_rows / seconds - self._num_rows)
+            self._rows_s += share * (rows_s / seconds - self._rows_s)
+        self._last = now, load

@@ -70,7 +70,8 @@ def roles_of(prefill_replicas: CountOrAuto, num_replicas: int, limits: Scheduler
     max_running = limits.max_running_requests
     if isinstance(prefill_replicas, int):
         return Roles(prefill_replicas, max_running)
-    return Roles(0, max_running, FollowPrompts(num_replicas, limits.itl_target is not None))
+    target_s = None if limits.itl_target is None else limits.itl_target / 1000
+    return Roles(0, max_running, FollowPrompts(num_replicas, target_s))
 
 
 class RoleRouter(Router[KeyT]):
@@ -133,6 +134,9 @@ class RoleRouter(Router[KeyT]):
             page_s=min((one.page_s for one in work if one.page_s), default=0.0),
             num_apart=self._num_apart,
             num_handed_over=self._num_handed_over,
+            num_rows=sum(one.num_rows for one in work),
+            rows_s=sum(one.rows_s for one in work),
+            shortest_s=min((one.shortest_s for one in work if one.num_rows), default=0.0),
         )
         num_prefill = self._policy.decide(load, now)
         if num_prefill == self.num_prefill:

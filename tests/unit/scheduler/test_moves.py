@@ -40,6 +40,21 @@ def test_it_goes_on_from_the_tokens_that_its_client_has(num_known: int) -> None:
     assert world.scheduler.info()["pages_held"] == 0
 
 
+def test_its_next_token_comes_before_prompts_under_way() -> None:
+    world = World(SchedulerArgs(itl_target=1.0), 1024)  # a step has room for 16 tokens
+    world.send(submit("before", [7] * 80, 1))
+    world.run()
+    world.send(*(submit(f"r{number}", [9 - number] * 200, 4) for number in range(3)))
+    for _ in range(6):
+        world.step()
+    world.send(moved(submit("a", PROMPT, 3, ignore_eos=True), known(reference(PROMPT, 1, True))))
+    for _ in range(3):  # two are planned already
+        world.step()
+    assert len(world.detok.tokens["a"]) >= 2
+    world.run()
+    assert world.detok.tokens["a"] == reference(PROMPT, 3, True)
+
+
 @pytest.mark.parametrize(
     ("message", "tokens", "reason", "matched"),
     [

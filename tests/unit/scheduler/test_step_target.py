@@ -3,12 +3,14 @@
 import random
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 
 from quadriga.errors import ConfigError
 from quadriga.server.config.engine_args import SchedulerArgs
 from quadriga.server.config.server_config import ServerConfig
+from quadriga.wire.to_scheduler import Submit
 from quadriga.wire.worker import StepResult
 from scheduler_proc.planning.step_cost import MAX_RATIO, StepCosts
 from scheduler_proc.state.batch import ScheduleBatch
@@ -130,6 +132,29 @@ def test_short_prompts_pass_a_long_one_under_a_target_that_no_step_can_keep() ->
     world.run()
     assert list(world.detok.closed) == ["before", *(f"short{i}" for i in range(4)), "long"]
     assert len(world.worker.tokens_of_steps) < 600 // 16 + 12, "no step is smaller than it must be"
+
+
+def tokens_of_longest_step(*others: Submit, moves_on: bool) -> int:
+    """Return the tokens of the longest step in which a prompt of 2,000 has a part."""
+    world = World(SchedulerArgs(itl_target=1.0), 1024, prefill_tokens=512)
+    world.send(submit("before", [7] * 80, 1))  # steps are measured
+    world.run()
+    world.send(*others)
+    for _ in range(20):
+        world.step()
+    first = len(world.worker.tokens_of_steps)
+    world.send(submit("long", [9] * 2000, 2, moves_on=moves_on))
+    world.run()
+    return max(map(sum, world.worker.tokens_of_steps[first:]))
+
+
+def test_a_prompt_for_another_replica_has_longer_steps_where_no_stream_stays() -> None:
+    stream = submit("stream", [8] * 8, 400, ignore_eos=True)
+    leaving = msgspec.structs.replace(stream, moves_on=True)
+    assert tokens_of_longest_step(moves_on=False) <= 20
+    assert tokens_of_longest_step(moves_on=True) > 60
+    assert tokens_of_longest_step(stream, moves_on=True) <= 20, "its tokens are due"
+    assert tokens_of_longest_step(leaving, moves_on=True) <= 20, "it has not left"
 
 
 def test_answers_are_the_same_with_a_target() -> None:
