@@ -31,7 +31,7 @@ from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from bench.client.server import free_port
 from quadriga.client import AsyncClient, SamplingParams
@@ -564,7 +564,13 @@ def _disturb(
 
     asyncio.run(_disturbed(load, tally, kill, expected, after_s))
     wait_until(lambda: server.pid_of(name) not in (0, killed), START_TIMEOUT_S, lambda: name)
-    settle(server.endpoint, START_TIMEOUT_S)
+    wait_until(lambda: _is_whole(settle(server.endpoint, START_TIMEOUT_S)), START_TIMEOUT_S)
+
+
+def _is_whole(info: dict[str, Any]) -> bool:
+    """Return whether every replica runs; of one whose process is restarted there is no info."""
+    replicas = info.get("replicas", [info])
+    return len(replicas) == info.get("num_replicas", 1) and all(one["ready"] for one in replicas)
 
 
 def main(arguments: list[str] | None = None) -> int:
