@@ -18,7 +18,7 @@ BENCHES_OF_THE_WORKER = {
     "bench/gpu/products.py",
     "bench/gpu/tiers.py",
     "bench/gpu/profile.py",
-    "bench/page_copies.py",
+    "bench/page_moves.py",
     "bench/peers/models.py",
     "bench/quality.py",
     "bench/roofline/adapters.py",
