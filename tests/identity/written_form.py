@@ -209,6 +209,11 @@ PATTERNS: list[tuple["re.Pattern[str]", Any]] = [
     (re.compile(rf'("(?:{_TIMES})": ?)({_NUMBER})(?=[,}}])'), _time),
     (re.compile(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d(\.\d+)?(Z|\+\d\d:\d\d)"), r"<date\2>"),
     (re.compile(r'("title":"Quadriga","version":)"[^"]*"'), r'\1"<version>"'),
+    (re.compile(r'"quadriga \d[\w.]*"'), '"quadriga <version>"'),
+    (
+        re.compile(r"[\d.]+( m?s in the simulation, and was )[\d.]+( m?s)"),
+        r"<time>\1<time>\2",
+    ),
     (re.compile(r"native [0-9a-f]{24}"), "native <kernels>"),
     (re.compile(r'("(?:launcher|\w+_proc(?:/\d+)?)": ?)\d+'), r"\1<pid>"),
     (re.compile(r"((?<![0-9a-f])[0-9a-f]{32})-\d+"), r"\1-<number>"),
