@@ -66,7 +66,8 @@ def user_share(request: Request) -> Share:
 # What a request will compute is known only at its end. When it is admitted, its owner is charged
 # for the prompt and for as many tokens as its requests generate on average; when it ends, the
 # charge is replaced by what was computed: prompt tokens that were not cached, and tokens that
-# were generated. `settled` is the counter without the charges of requests that have not ended. It
+# were generated. Of a request that goes on here, after another replica or worker has computed its
+# first tokens, only the tokens count that are generated here. `settled` is the counter without the charges of requests that have not ended. It
 # only grows, so newcomers are lifted to it: lifted to a counter with charges, they would wait for
 # tokens that are given back later.
 #
@@ -80,6 +81,33 @@ INITIAL_MEAN_GENERATED = 256.0
 MEAN_WEIGHT = 0.1
 
 
+class Charge(NamedTuple):
+    """What the owner of a running request was charged when it was admitted.
+
+    Attributes:
+        tokens: as many as it was charged for.
+        num_before: tokens of the answer that the request had then.
+        goes_on: it had its first token then.
+    """
+
+    request: Request
+    tokens: float
+    num_before: int
+    goes_on: bool
+
+    @property
+    def num_computed(self) -> int:
+        """Number of tokens that were computed for the request since then, without cached ones."""
+        if self.goes_on:
+            return self.num_generated
+        return computed_tokens(self.request)
+
+    @property
+    def num_generated(self) -> int:
+        """Number of tokens that the request has generated since then."""
+        return self.request.num_generated - self.num_before
+
+
 class ShareAccount:
     """The waiting requests of one owner, and what was computed for it.
 
@@ -88,7 +116,7 @@ class ShareAccount:
         arrival: number of the account, which orders equal counters.
         settled: tokens of requests that have ended, divided by their weights.
         charged: the same, with the charges of running requests.
-        running: running requests by number, each with the tokens that were charged for it.
+        running: the charges of running requests, by their numbers.
     """
 
     __slots__ = ("_mean_generated", "arrival", "charged", "name", "queue", "running", "settled")
@@ -99,7 +127,7 @@ class ShareAccount:
         self.arrival = arrival
         self.settled = 0.0
         self.charged = 0.0
-        self.running: dict[int, tuple[Request, float]] = {}
+        self.running: dict[int, Charge] = {}
         self._mean_generated = INITIAL_MEAN_GENERATED
 
     def cost(self, request: Request) -> float:
@@ -107,14 +135,14 @@ class ShareAccount:
 
         A request that was retracted costs nothing: it was charged when it was first admitted.
         """
-        if request.admitted_at:
+        if request.seq in self.running:
             return 0.0
-        return request.num_prompt + min(request.num_remaining_tokens, self._mean_generated)
+        num_generated = min(request.num_remaining_tokens, self._mean_generated)
+        return num_generated if request.first_token_at else request.num_prompt + num_generated
 
-    def observe_end(self, request: Request) -> None:
-        """Take in how many tokens a request has sampled."""
-        num_sampled = request.num_generated - len(request.given_ids)
-        self._mean_generated += MEAN_WEIGHT * (num_sampled - self._mean_generated)
+    def observe_end(self, num_generated: int) -> None:
+        """Take in how many tokens a request has generated here."""
+        self._mean_generated += MEAN_WEIGHT * (num_generated - self._mean_generated)
 
     def upcoming(
         self, num_expected: int, max_count: int, budget: int, share_of: ShareOf
@@ -198,7 +226,8 @@ class FairShares:
         self._length -= 1
         charge = account.cost(request)
         if charge:
-            account.running[request.seq] = request, charge
+            goes_on = request.first_token_at > 0
+            account.running[request.seq] = Charge(request, charge, request.num_generated, goes_on)
             account.charged += charge / share.weight
             self._num_running += 1
         self._insert(account)
@@ -231,20 +260,20 @@ class FairShares:
 
     def _settle(self, account: ShareAccount, request: Request) -> None:
         """Replace the charge of a request by what was computed for it."""
-        _, charge = account.running.pop(request.seq)
+        charge = account.running.pop(request.seq)
         self._num_running -= 1
-        computed, weight = computed_tokens(request), self._share_of(request).weight
+        computed, weight = charge.num_computed, self._share_of(request).weight
         account.settled += computed / weight
-        account.charged += (computed - charge) / weight
-        account.observe_end(request)
+        account.charged += (computed - charge.tokens) / weight
+        account.observe_end(charge.num_generated)
         if not account.running:
             account.charged = account.settled  # without the rounding errors of the sums
 
     def _lift(self, account: ShareAccount) -> None:
         """Lift an account that begins to wait to the smallest counter of those that wait."""
         running = sum(
-            computed_tokens(request) / self._share_of(request).weight
-            for request, _ in account.running.values()
+            charge.num_computed / self._share_of(charge.request).weight
+            for charge in account.running.values()
         )
         lift = self._lowest_settled() - account.settled - running
         if lift > 0:

@@ -187,6 +187,32 @@ def test_a_request_that_is_never_admitted_costs_nothing_and_a_retracted_one_cost
     assert len(queue) == 0
 
 
+def gone_on(seq: int, owner: str, prompt: int) -> Request:
+    """Return a request whose prompt and first tokens another replica has computed."""
+    request = of(seq, owner, prompt, 90)
+    request.tokens.extend([5] * 3)
+    request.num_known_tokens = len(request.tokens)
+    request.admitted_at, request.first_token_at = 1.0, 1.5
+    return request
+
+
+def test_a_request_that_goes_on_here_counts_with_the_tokens_that_it_generates_here(
+    queue: FairShares,
+) -> None:
+    """Of b all prompts are computed elsewhere, of a none."""
+    numbers, spent = itertools.count(), Counter[str]()
+    for _ in range(300):
+        queue.push(of(next(numbers), "a", 10))
+        queue.push(gone_on(next(numbers), "b", 6000))
+    for _ in range(300):
+        request = admit(queue)
+        queue.push(request)  # retracted once
+        queue.take(request)
+        end(queue, request, 87)
+        spent[request.tenant] += 10 + 87 if request.tenant == "a" else 87
+    assert 0.95 < spent["a"] / spent["b"] < 1.05
+
+
 def test_accounts_are_bounded_and_gone_with_the_last_request(
     queue: FairShares, monkeypatch: pytest.MonkeyPatch
 ) -> None:
