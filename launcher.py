@@ -20,7 +20,7 @@ from quadriga.clock import Countdown
 from quadriga.errors import ConfigError, QuadrigaError, ServerFailed
 from quadriga.server.config import served_models
 from quadriga.server.config.engine_args import CUDA_FRACTION, OTHER_FRACTION
-from quadriga.server.config.parser import ServerParser
+from quadriga.server.config.parser import ServerParser, in_flags
 from quadriga.server.config.served_models import ConfiguredModel, ModelSet
 from quadriga.server.config.server_config import ServerConfig
 from quadriga.server.models.model_impl import find_served_model
@@ -225,7 +225,7 @@ def report(error: QuadrigaError, owner: OwnerChannel) -> None:
     if owner:
         owner.report_failure(error.code, str(error))
     else:
-        say(f"error: {error}", event="failed", code=error.code)
+        say(f"error: {in_flags(str(error))}", event="failed", code=error.code)
 
 
 def fail(error: QuadrigaError, code: int, owner: OwnerChannel) -> NoReturn:

@@ -289,6 +289,8 @@ class RequestLifecycle:
         failure = self.core.add(request)
         if failure is not None:
             self.fail(*failure)
+        else:
+            self.core.offload.load_at_once(request)
 
     def restart_all(self, ready: WorkerReady, poison: Request | None) -> None:
         """Queue every request again for a new worker, but end the one that kills workers."""
@@ -423,7 +425,8 @@ class RequestLifecycle:
         """Hand the record of what happened to detokenizer and journal, and begin a new one."""
         events, report = self.events, self.report
         core = self.core
-        has_report = to_detok and (report.is_due(core.running, core.offload) or events.has_output)
+        has_news = report.is_due(core.running, core.offload, core.kv.page_size)
+        has_report = to_detok and (has_news or events.has_output)
         if events.is_empty and to_detok and not has_report:
             return
         was_sent = events.has_output or not to_detok
@@ -444,15 +447,18 @@ class RequestLifecycle:
     def _replay(self, live: Iterable[Request], ended: list[int]) -> None:
         """Send the whole streams of live requests, and of ended ones by their numbers."""
         self.publish()
-        self.events.replayed = self.outbox.ask_replays(live, ended)
+        self._publish_replays(self.outbox.ask_replays(live, ended))
+
+    def _publish_replays(self, replays: list[to_detok.StreamReplay]) -> None:
+        """Send replays, whose tokens have the time of the message: no step has made them."""
+        self.events.replayed, self.events.time = replays, 0.0
         self.publish()
 
     def continue_replays(self) -> bool:
         """Send more of the replays that are due. Return whether some are left."""
         if self.outbox.has_replays:
             self.publish()
-            self.events.replayed = self.outbox.next_replays()
-            self.publish()
+            self._publish_replays(self.outbox.next_replays())
         if not self.outbox.has_replays:
             recalls, self._recalls = self._recalls, []
             for number in recalls:

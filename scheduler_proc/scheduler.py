@@ -18,6 +18,7 @@ from quadriga.server.processes.machine import other_version
 from quadriga.wire import to_detok, to_scheduler
 from quadriga.wire import worker as to_worker
 from quadriga.wire.client import Info, InfoValues, ProgressAnswer, RequestProgress, RequestState
+from quadriga.wire.packing import unpack_ids
 from quadriga.wire.sockets import Sender
 from quadriga.wire.to_detok import InfoReply, ProgressReply
 from quadriga.wire.to_scheduler import InfoRequest, ProgressRequest
@@ -241,6 +242,9 @@ class Scheduler:
                 lifecycle.hand_back(message.number)
             case to_scheduler.Withdraw():
                 lifecycle.withdraw(lifecycle.table.with_seqs(message.seqs))
+            case to_scheduler.LoadAhead():
+                token_ids, salt = unpack_ids(message.token_ids), message.cache_salt.encode()
+                lifecycle.core.offload.load_ahead(token_ids, salt)
             case to_scheduler.DropAdapters():
                 lifecycle.drop_adapters(message.ids)
             case to_scheduler.PinAdapters():

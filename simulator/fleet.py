@@ -131,6 +131,11 @@ class Dispatcher:
             self.router.count(placed.name, routed.replica, prompt, routed.num_cached)
         return routed
 
+    def choose_ahead(self, placed: PlacedRequest, replica: int) -> int | None:
+        """Return where pages are loaded of a prompt that a replica computes; None: nowhere."""
+        prompt = placed.prompt(self._block_tokens)
+        return self.router.choose_ahead(prompt, replica, placed.ahead)
+
     def _count_ideal(self, hashes: list[bytes]) -> None:
         """Count the blocks that any earlier request had."""
         seen = self._seen
@@ -349,6 +354,8 @@ class Fleet:
             if self._dispatcher.router.follow_load(self._clock.now):
                 self.counts.num_role_changes += 1
             self._hand_over()
+            for stored in output.news.stored:
+                self._load_ahead(replica.number, stored)
         else:
             self._dispatcher.take_ends(output)
 
@@ -384,6 +391,16 @@ class Fleet:
             choice.admitted_at, choice.cached_tokens = facts.admitted_at, facts.cached_tokens
             replica.take_message(to_scheduler.Withdraw([facts.seq]))
             self._serving[routed.replica].take_message(placed.next_submit())
+
+    def _load_ahead(self, number: int, stored: to_detok.StoredPrompt) -> None:
+        """Let a replica load the first pages of a prompt while another one computes the last."""
+        assert self._dispatcher is not None
+        placed = self._open.get(stored.request_id)
+        if placed is None or placed.choice(0).replica != number:
+            return
+        placed.ahead = self._dispatcher.choose_ahead(placed, number)
+        if placed.ahead is not None:
+            self._serving[placed.ahead].take_message(placed.beginning(stored.num_tokens))
 
     # --- losses and returns -----------------------------------------------------------------------
 

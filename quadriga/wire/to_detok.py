@@ -69,6 +69,20 @@ class MovableChoice(msgspec.Struct, array_like=True, frozen=True):
     spans: list[Span] = []
 
 
+class StoredPrompt(msgspec.Struct, array_like=True, frozen=True):
+    """A prompt under way, of which other replicas can load the first KV pages by now.
+
+    Attributes:
+        client, request_id, index: of the choice.
+        num_tokens: on the pages that can be loaded.
+    """
+
+    client: bytes
+    request_id: str
+    index: int
+    num_tokens: int
+
+
 class PromptWork(msgspec.Struct, array_like=True, frozen=True):
     """What a scheduler has measured of prompts, and of the rows beside them, since its start.
 
@@ -106,6 +120,7 @@ class ReplicaNews(msgspec.Struct, array_like=True, frozen=True):
             prompts for others.
         work: with prompts.
         hands_over: it is such a replica.
+        stored: prompts that it computes, of which more can be loaded than was said before.
     """
 
     added: bytes = b""
@@ -118,6 +133,7 @@ class ReplicaNews(msgspec.Struct, array_like=True, frozen=True):
     movable: list[MovableChoice] = []
     work: PromptWork = PromptWork()
     hands_over: bool = False
+    stored: list[StoredPrompt] = []
 
 
 # Of the prompt that a text continues, the detokenizer gets as many ids.

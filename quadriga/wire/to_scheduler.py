@@ -280,6 +280,20 @@ class Withdraw(msgspec.Struct, tag="withdraw", array_like=True, frozen=True):
     seqs: list[int]
 
 
+class LoadAhead(msgspec.Struct, tag="load_ahead", array_like=True, frozen=True):
+    """Load the KV pages of the beginning of a prompt that another replica computes at present.
+
+    They are cached pages then: nothing holds them, and no request need follow.
+
+    Attributes:
+        token_ids: the beginning, int32 bytes.
+        cache_salt: as in Submit.
+    """
+
+    token_ids: bytes
+    cache_salt: str = ""
+
+
 class AbortAll(msgspec.Struct, tag="abort_all", array_like=True, frozen=True):
     """Abort every request now, for this reason."""
 
@@ -302,6 +316,7 @@ SchedulerMessage = (
     | Recall
     | LinkRestored
     | Withdraw
+    | LoadAhead
     | DropAdapters
     | PinAdapters
 )

@@ -43,12 +43,15 @@ class LoadPages(msgspec.Struct, tag="load", array_like=True, frozen=True):
         pages: int32 bytes.
         hashes: PAGE_HASH_BYTES for each page.
         session: of the worker that is asked.
+        is_ahead: no request waits for the pages yet. Loads for which one does go first, and end
+            this one with what has come.
     """
 
     load: int
     pages: bytes
     hashes: bytes
     session: int = 0
+    is_ahead: bool = False
 
 
 # --- worker_proc -> scheduler_proc ----------------------------------------------------------------

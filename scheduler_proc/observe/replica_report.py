@@ -5,6 +5,7 @@ evicted, for the frontend's router.
 """
 
 from collections.abc import Iterable
+from itertools import chain
 
 from quadriga.server.prefix_blocks import block_hash, pages_per_block
 from quadriga.wire.packing import pack_ids
@@ -14,7 +15,9 @@ from quadriga.wire.to_detok import (
     MovableChoice,
     PromptWork,
     ReplicaNews,
+    StoredPrompt,
 )
+from scheduler_proc.state.batch import RunningBatch
 from scheduler_proc.state.kv_cache import KVCache
 from scheduler_proc.state.kv_offload import KVOffload
 from scheduler_proc.state.prefix_tree import Node
@@ -117,6 +120,49 @@ class MovableRequests:
         self._reported.clear()
 
 
+# A prompt under way is reported again with so many more tokens at least, and with this part of it.
+AHEAD_TOKENS, AHEAD_PARTS = 512, 16
+
+
+class StoredPrompts:
+    """Find prompts under way whose first pages other replicas can load before the last ones."""
+
+    def __init__(self) -> None:
+        self._num_pages: dict[int, int] = {}  # by request: those that are stored
+        self._reported: dict[int, int] = {}  # by request: tokens
+        self._found: dict[int, StoredPrompt] = {}
+
+    def find(self, requests: Iterable[Request], offload: KVOffload, page_size: int) -> bool:
+        """Look for prompts of which more can be loaded. Return whether there are any.
+
+        Args:
+            requests: those that have pages.
+            offload: the tiers beyond the pool.
+            page_size: tokens of a page.
+        """
+        self._found, num_pages, reported = {}, dict[int, int](), dict[int, int]()
+        for request in requests:
+            seq = request.seq
+            if request.first_token_at:
+                continue
+            num_stored = offload.num_stored(request, self._num_pages.get(seq, 0))
+            num_pages[seq], reported[seq] = num_stored, self._reported.get(seq, 0)
+            num_tokens = num_stored * page_size
+            num_more = max(AHEAD_TOKENS, request.num_prompt // AHEAD_PARTS)
+            if num_tokens - reported[seq] >= num_more:
+                self._found[seq] = StoredPrompt(
+                    request.client, request.request_id, request.index, num_tokens
+                )
+        self._num_pages, self._reported = num_pages, reported
+        return bool(self._found)
+
+    def take(self) -> list[StoredPrompt]:
+        """Return the prompts that were found."""
+        found, self._found = self._found, {}
+        self._reported.update((seq, prompt.num_tokens) for seq, prompt in found.items())
+        return list(found.values())
+
+
 class ReplicaReport:
     """Gather what the frontend has to know beside the texts.
 
@@ -136,6 +182,7 @@ class ReplicaReport:
     def __init__(self, notes_steps: bool = False, hands_over: bool = False) -> None:
         self._notes_steps = notes_steps
         self._movable = MovableRequests() if hands_over else None
+        self._stored = StoredPrompts()
         self._changes: PageChanges | None = None
         self.restates = notes_steps
         self.frontend = 0
@@ -153,15 +200,20 @@ class ReplicaReport:
             self._changes.restate()
         self.restates = True
 
-    def is_due(self, running: Iterable[Request], offload: KVOffload) -> bool:
+    def is_due(self, running: RunningBatch, offload: KVOffload, page_size: int) -> bool:
         """Return whether there is something to report, also without output of a step.
 
         Args:
-            running: the requests that decode.
+            running: the requests that run.
             offload: the tiers beyond the pool.
+            page_size: tokens of a page.
         """
-        has_movable = self._movable is not None and self._movable.find(running, offload)
-        return self.restates or has_movable
+        if self._movable is None:
+            return self.restates
+        has_movable = self._movable.find(running, offload)
+        prompts = chain(running.partial.values(), running)
+        has_stored = self._stored.find(prompts, offload, page_size)
+        return self.restates or has_movable or has_stored
 
     def take(
         self,
@@ -184,10 +236,12 @@ class ReplicaReport:
         added, evicted = (b"", b"") if self._changes is None else self._changes.take()
         hands_over = self._movable is not None
         movable = [] if self._movable is None else self._movable.take()
+        stored = self._stored.take() if hands_over else []
         if not restates:
             return ReplicaNews(
-                added, evicted, kv.num_available, movable=movable, work=work, hands_over=hands_over
-            )
+                added, evicted, kv.num_available, movable=movable, work=work,
+                hands_over=hands_over, stored=stored,
+            )  # fmt: skip
         if self._movable is not None:
             self._movable.forget()
         held = [_held(request) for request in live]

@@ -67,9 +67,9 @@ def user_share(request: Request) -> Share:
 # for the prompt and for as many tokens as its requests generate on average; when it ends, the
 # charge is replaced by what was computed: prompt tokens that were not cached, and tokens that
 # were generated. Of a request that goes on here, after another replica or worker has computed its
-# first tokens, only the tokens count that are generated here. `settled` is the counter without the charges of requests that have not ended. It
-# only grows, so newcomers are lifted to it: lifted to a counter with charges, they would wait for
-# tokens that are given back later.
+# first tokens, only the tokens count that are generated here. `settled` is the counter without the
+# charges of requests that have not ended. It only grows, so newcomers are lifted to it: lifted to a
+# counter with charges, they would wait for tokens that are given back later.
 #
 # The account of an owner without requests is kept while the waiting ones have smaller counters,
 # so that leaving and coming back gains nothing: at most MAX_IDLE_ACCOUNTS are, and none when no

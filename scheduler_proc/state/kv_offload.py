@@ -102,6 +102,9 @@ class TierFacts(NamedTuple):
 
 NO_TIERS = TierFacts()
 
+# Of the pages that can be allocated, those that a load takes for a request that does not run yet.
+AHEAD_SHARE = 0.5
+
 
 @dataclass(slots=True, eq=False)
 class PageLoad:
@@ -110,6 +113,7 @@ class PageLoad:
     Attributes:
         hashes: names of the pages that are loaded.
         waiting: numbers of the requests that wait for them.
+        is_ahead: it was begun for a request that is not here yet.
     """
 
     tokens: "array[int]"
@@ -122,6 +126,7 @@ class PageLoad:
     prefix_path: list[Node] = field(default_factory=list)
     num_shareable: int = ALL_TOKENS
     waiting: list[int] = field(default_factory=list)
+    is_ahead: bool = False
 
 
 class KVOffload(Protocol):
@@ -149,6 +154,30 @@ class KVOffload(Protocol):
 
         Returns:
             Whether there is anything, for which the request has to wait.
+        """
+
+    def load_at_once(self, request: Request) -> None:
+        """Load the pages of a new request whose prompt another replica has computed.
+
+        Only if there is room for more than these. The request waits for them.
+        """
+
+    def load_ahead(self, token_ids: "array[int]", cache_salt: bytes) -> None:
+        """Load the first pages of a prompt that another replica computes, if there is room.
+
+        They go to the prefix tree, and nothing holds them there.
+
+        Args:
+            token_ids: tokens that fill these pages, and perhaps some more.
+            cache_salt: as of Request.
+        """
+
+    def num_stored(self, request: Request, num_known: int) -> int:
+        """Return how many of a prompt's first pages are in the own tiers.
+
+        Args:
+            request: its prompt is being computed.
+            num_known: so many are.
         """
 
     def has_stored_prompt(self, request: Request) -> bool:
@@ -191,6 +220,16 @@ class NoOffload:
     def begin_load(self, request: Request) -> bool:  # noqa: ARG002
         """Return False: there is nothing to load."""
         return False
+
+    def load_at_once(self, request: Request) -> None:
+        """Do nothing: there are no tiers."""
+
+    def load_ahead(self, token_ids: "array[int]", cache_salt: bytes) -> None:
+        """Do nothing: there are no tiers."""
+
+    def num_stored(self, request: Request, num_known: int) -> int:  # noqa: ARG002
+        """Return 0: nothing is stored."""
+        return 0
 
     def has_stored_prompt(self, request: Request) -> bool:  # noqa: ARG002
         """Return False: nothing is stored."""
@@ -269,6 +308,14 @@ class TieredOffload:
             return False
         return bool(self._to_store) or not all(self._can_load.values())
 
+    def num_stored(self, request: Request, num_known: int) -> int:
+        """Return how many of a prompt's first pages are in the own tiers."""
+        path = request.prefix_path
+        end = min(self._num_first_pages(request), len(path)) if self._stores else 0
+        while num_known < end and self._can_load.get(self._names[path[num_known]]):
+            num_known += 1
+        return num_known
+
     def has_stored_prompt(self, request: Request) -> bool:
         """Return whether every full page of a running request's prompt is in the own tiers."""
         num_pages = self._num_first_pages(request)
@@ -304,17 +351,23 @@ class TieredOffload:
         """Load what a request that can be admitted finds in the tiers; return whether it waits."""
         if not request.may_load or request.computes_all:
             return False
-        node = self._kv.match_prefix(request)
+        kv = self._kv
+        node = kv.match_prefix(request)
         names = self._names_below(node, request)
         load = self._loading.get(names[0]) if names else None
         if load is None:
             request.may_load = False
             if not names:
                 return False
-            load = self._load(request, node, names)
+            num_tokens = (node.depth + len(names)) * kv.page_size
+            load = PageLoad(request.tokens[:num_tokens], request.cache_salt, names)
+            self._begin(load, node)
+        self._let_wait(request, load)
+        return True
+
+    def _let_wait(self, request: Request, load: PageLoad) -> None:
         load.waiting.append(request.seq)
         self._waiting[request.seq] = load
-        return True
 
     def _names_below(self, node: Node, request: Request) -> list[bytes]:
         """Return the names of the request's next pages that can be loaded, or are being loaded."""
@@ -328,17 +381,59 @@ class TieredOffload:
             names.append(name)
         return names
 
-    def _load(self, request: Request, node: Node, names: list[bytes]) -> PageLoad:
-        num_pages = node.depth + len(names)
-        tokens = request.tokens[: num_pages * self._kv.page_size]
-        load = PageLoad(tokens, request.cache_salt, names)
-        self._kv.hold(load, node.path(), num_pages)
+    def load_at_once(self, request: Request) -> None:
+        """Load the pages of a new request whose prompt another replica has computed."""
+        if self.expects_pages(request) and not request.computes_all:
+            load = self._begin_early(request.tokens[:-1], request.cache_salt, is_ahead=False)
+            if load is not None:
+                request.may_load = False
+                self._let_wait(request, load)
+
+    def load_ahead(self, token_ids: "array[int]", cache_salt: bytes) -> None:
+        """Load the first pages of a prompt that another replica computes, if there is room."""
+        if self._fetches:
+            self._begin_early(token_ids, cache_salt, is_ahead=True)
+
+    def _begin_early(
+        self, token_ids: "array[int]", cache_salt: bytes, is_ahead: bool
+    ) -> PageLoad | None:
+        """Begin to load the pages of some tokens that are not in the pool.
+
+        Returns:
+            The load; None where nothing is missing, an earlier load brings a part of it, or there
+            is no room for more than these pages.
+        """
+        kv, num_pages = self._kv, len(token_ids) // self._kv.page_size
+        if num_pages > AHEAD_SHARE * kv.num_available:
+            return None
+        load = PageLoad(token_ids[: num_pages * kv.page_size], cache_salt, [], is_ahead=is_ahead)
+        node = kv.tree.root
+        while node.depth < num_pages and (
+            child := node.children.get(kv.page_key(load, node.depth))
+        ):
+            node = child
+        name = self._names[node]
+        for index in range(node.depth, num_pages):
+            name = page_hash(name, kv.page_key(load, index))
+            if name in self._loading:
+                return None
+            load.hashes.append(name)
+        if not load.hashes:
+            return None
+        self._begin(load, node)
+        return load
+
+    def _begin(self, load: PageLoad, node: Node) -> None:
+        """Begin a load of pages. node: the last page before them."""
+        names = load.hashes
+        self._kv.hold(load, node.path(), node.depth + len(names))
         self._loads[self._next_load] = load
         self._loading.update(dict.fromkeys(names, load))
         pages = pack_ids(load.pages[node.depth :])
-        self._messages.append(LoadPages(self._next_load, pages, b"".join(names)))
+        self._messages.append(
+            LoadPages(self._next_load, pages, b"".join(names), is_ahead=load.is_ahead)
+        )
         self._next_load += 1
-        return load
 
     def _on_loaded(self, message: PagesLoaded) -> None:
         """Put the pages of a load into the prefix tree, and let requests wait no longer."""
@@ -358,7 +453,7 @@ class TieredOffload:
         stats.loads += 1
         stats.loaded_tokens += num_loaded * self._kv.page_size
         stats.load_seconds += message.seconds
-        stats.missed_pages += num_missed > 0
+        stats.missed_pages += num_missed > 0 and not load.is_ahead
         stats.damaged_pages += message.num_damaged
         if message.num_fetched:
             stats.fetched_pages += message.num_fetched

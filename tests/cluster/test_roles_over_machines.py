@@ -19,7 +19,7 @@ from quadriga.client import AsyncClient
 from quadriga.server.processes.page_sources import FILE_NAME, write_sources
 from tests.cluster.cluster_server import GREEDY, ClusterServer, cluster_server, raylet_of
 from tests.cluster.conftest import MACHINE
-from tests.faults.inject import fault_environment
+from tests.faults.inject import ALL_APART, fault_environment
 from tests.integration.equality import lengths_up_to, prompts_of, references, serve_all
 from tests.link_proxy import LinkProxy
 from tests.server import wait_until
@@ -31,7 +31,8 @@ STREAMS = 12
 FLAGS = ["--page-size", "4", "--max-restarts", "1000", "--watchdog-timeout", "5"]
 # Of the machines of each role, in the order of the replicas.
 RESOURCES = ("prompts", "tokens")
-ROLES = [*FLAGS, "--dp", "2", "--prefill-replicas", "1"]
+ROLES = [*FLAGS, "--dp", "2", "--prefill-replicas", "1", "--chunked-prefill-size", "32"]
+ROLES += ["--load-balance-method", "cache-aware"]
 ROLES += ["--role-resources", "prefill=prompts,decode=tokens"]
 PREFILL, DECODE = 0, 1
 RESTART_TIMEOUT_S = 60.0
@@ -76,7 +77,7 @@ def server(
     machines: Machines, llama_dir: Path, key_dir: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[ClusterServer]:
     log = tmp_path_factory.mktemp("roles") / "log"
-    environment = fault_environment("apart:tokenizer")
+    environment = fault_environment(ALL_APART)
     with cluster_server(machines.cluster, llama_dir, key_dir, log, ROLES, environment) as server:
         yield server
 
@@ -301,7 +302,7 @@ def test_the_roles_are_spread_over_the_machines(
     nodes = [machines.cluster.add_node(**big) for _ in range(2)]
     flags = [*FLAGS, "--dp", "4", "--prefill-replicas", "2"]
     flags += ["--role-resources", "prefill=pair,decode=pair"]
-    environment = fault_environment("apart:tokenizer")
+    environment = fault_environment(ALL_APART)
     try:
         with cluster_server(
             machines.cluster, llama_dir, key_dir, tmp_path / "log", flags, environment
@@ -311,6 +312,29 @@ def test_the_roles_are_spread_over_the_machines(
             for _ in range(2):
                 serve(server, prompts)
             assert facts(server)["kv_transfer_pages_total"] > 0
+    finally:
+        for node in nodes:
+            machines.cluster.remove_node(node)
+
+
+def test_roles_follow_the_load_over_machines(
+    machines: Machines, llama_dir: Path, key_dir: Path, tmp_path: Path, prompts: Prompts
+) -> None:
+    """Each replica but the last computes prompts at times, and goes on with those of others."""
+    nodes = [machines.cluster.add_node(**{**MACHINE, "num_cpus": 2}) for _ in range(2)]
+    flags = [*FLAGS, "--dp", "3", "--prefill-replicas", "auto"]
+    environment = fault_environment(ALL_APART)
+    try:
+        with cluster_server(
+            machines.cluster, llama_dir, key_dir, tmp_path / "log", flags, environment
+        ) as server:
+            assert len({machine_of(server, replica) for replica in range(3)}) > 1
+            for _ in range(3):
+                serve(server, prompts)
+            info = facts(server)
+            assert info["role_changes"] > 1 and info["requests_handed_over"] > 0
+            assert info["kv_transfer_pages_total"] > 0
+            assert info["kv_offload_damaged_pages_total"] == info["requests_moved"] == 0
     finally:
         for node in nodes:
             machines.cluster.remove_node(node)

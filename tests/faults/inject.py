@@ -7,6 +7,7 @@ The processes import this file by itself, without the package `tests`, whose imp
 import itertools
 import os
 import signal
+import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -29,6 +30,9 @@ FAULTS_VARIABLE = "QUADRIGA_TEST_FAULTS"
 PROCESSES = ("worker", "scheduler", "detok", "tokenizer")
 SIGNALS = {"kill": "SIGKILL", "segv": "SIGSEGV", "stop": "SIGSTOP"}
 APART = "apart"
+# Of a server that computes every prompt apart, and loads each of its pages as soon as it is there.
+APART_PROCESSES = ("tokenizer", "scheduler")
+ALL_APART = ",".join(f"{APART}:{process}" for process in APART_PROCESSES)
 CHANGE_ROLES_S = 0.05
 KINDS = (*SIGNALS, "delay", "drop", "retract", APART)
 OPTIONS = ("after", "every", "token", "ms")
@@ -87,8 +91,10 @@ def _parse(text: str) -> Fault:
         )
     if kind == "retract" and process != "scheduler":
         raise ConfigError(f"fault is {text!r}: requests are retracted by the scheduler only")
-    if kind == APART and process != "tokenizer":
-        raise ConfigError(f"fault is {text!r}: replicas are chosen by the tokenizer process only")
+    if kind == APART and process not in APART_PROCESSES:
+        raise ConfigError(
+            f"fault is {text!r}: {' and '.join(APART_PROCESSES)} have a part in computing apart"
+        )
     values: dict[str, Any] = {}
     for option in options:
         key, _, value = option.partition("=")
@@ -145,8 +151,11 @@ def install(process: str) -> None:
         return
     injector = FaultInjector(own)
     if any(fault.kind == APART for fault in own):
-        _compute_prompts_apart()
-        _change_roles()
+        if process == "tokenizer_proc":
+            _compute_prompts_apart()
+            _change_roles()
+        else:
+            _report_every_page()
     if process == "scheduler_proc":
         _patch_scheduler(injector)
     elif process == "tokenizer_proc":
@@ -206,6 +215,13 @@ def _compute_prompts_apart() -> None:
     from tokenizer_proc.replicas.roles import RoleRouter
 
     RoleRouter.stays_here = lambda *_: False  # type: ignore[method-assign]
+
+
+def _report_every_page() -> None:
+    """Let the other replicas load each page of a prompt ahead, however short the prompt is."""
+    from scheduler_proc.observe import replica_report
+
+    replica_report.AHEAD_TOKENS, replica_report.AHEAD_PARTS = 1, sys.maxsize
 
 
 def _change_roles() -> None:

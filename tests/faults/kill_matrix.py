@@ -36,7 +36,7 @@ from typing import Any, NamedTuple, Protocol
 from bench.client.server import free_port
 from quadriga.client import AsyncClient, SamplingParams
 from quadriga.errors import QuadrigaError
-from tests.faults.inject import fault_environment
+from tests.faults.inject import ALL_APART, fault_environment
 from tests.faults.number_requests import MODELS, NAME, NumberModel, NumberRequests
 from tests.faults.restarts import resumed_server
 from tests.faults.resumed_streams import ResumedStreams
@@ -370,7 +370,7 @@ class Matrix:
         self._flags += ["--watchdog-timeout", str(watchdog_s * dp)]
         if num_prefill:
             self._flags += ["--prefill-replicas", str(num_prefill), "--page-size", "4"]
-            self._environment = fault_environment("apart:tokenizer")
+            self._environment = fault_environment(ALL_APART)
         with self.server() as server:
             load = self._load(server.endpoint, "", START_TIMEOUT_S)
             self.expected = _undisturbed(asyncio.run(load.run()))

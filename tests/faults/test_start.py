@@ -31,8 +31,17 @@ def run_dirs() -> set[str]:
     ("flags", "code", "named"),
     [
         (["--no-such-flag"], EXIT_USAGE, "there is no flag --no-such-flag"),
-        (["--max-batch-size", "0"], EXIT_USAGE, "max_batch_size must be positive"),
-        (["--prefill-max-batch-size", "-3"], EXIT_USAGE, "prefill_max_batch_size must be positive"),
+        (["--max-batch-size", "0"], EXIT_USAGE, " --max-batch-size must be positive"),
+        (
+            ["--prefill-max-batch-size", "-3"],
+            EXIT_USAGE,
+            " --prefill-max-batch-size must be positive",
+        ),
+        (
+            ["--prefill-replicas", "auto"],
+            EXIT_USAGE,
+            "--prefill-replicas is auto and --dp is 1: start with --dp 2 or more",
+        ),
         (["--max-batch-size", "many"], EXIT_USAGE, "invalid int value: 'many'"),
         (["--dtype", "float12"], EXIT_USAGE, "float12"),
         (["--model", "./no/such/model"], EXIT_START_FAILED, "no such file or directory"),

@@ -79,6 +79,8 @@ def test_with_keys_no_zmq_socket_is_reachable_but_in_the_private_directory_of_th
 
 def test_open_doors_are_refused_before_anything_is_loaded(llama_dir: Path) -> None:
     code, output = run_launcher("--port", str(free_port()), "--host", "0.0.0.0")
-    assert code == EXIT_USAGE and "ERROR host is 0.0.0.0, which other machines may reach" in output
+    assert (
+        code == EXIT_USAGE and "ERROR --host is 0.0.0.0, which other machines may reach" in output
+    )
     code, output = run_launcher("--port", str(free_port()), "--api-key", "k")
     assert code == EXIT_USAGE and "clients need no key, and HTTP clients need one" in output

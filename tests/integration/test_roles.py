@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 from quadriga.client import AsyncClient, Completion, SamplingParams
 from quadriga.server.processes.run_dir import shared_dir
 from quadriga.wire.trace import RequestTrace
-from tests.faults.inject import fault_environment
+from tests.faults.inject import ALL_APART, fault_environment
 from tests.integration.equality import lengths_up_to, prompts_of, references, serve_all, ways
 from tests.server import Server, running_server, settle, wait_until
 from tests.shared_pages import damage_pages, forget_pages
@@ -24,7 +24,6 @@ from tests.tiny_adapters import make_adapter
 
 FLAGS = ["--worker-threads", "1", "--page-size", "4", "--max-total-tokens", "4096"]
 ROLES = [*FLAGS, "--dp", "2", "--prefill-replicas", "1", "--max-restarts", "1000"]
-APART = "apart:tokenizer"
 # A tiny model has generated a few tokens before its pages are stored.
 NEW_TOKENS = 60
 TIMEOUT_S = 120.0
@@ -44,7 +43,7 @@ WAYS: dict[str, list[str]] = {
 
 @contextmanager
 def served(
-    log: Path, model: Path, *flags: str, faults: str = APART, dtype: str = "float32"
+    log: Path, model: Path, *flags: str, faults: str = ALL_APART, dtype: str = "float32"
 ) -> Iterator[Server]:
     flags = ("--model", str(model), "--dtype", dtype, *flags)
     with running_server(log, *flags, environment=fault_environment(faults)) as server:
@@ -74,7 +73,7 @@ def test_tokens_of_prompts_from_another_replica_are_those_of_transformers(
     longest = model.config.max_position_embeddings - NEW_TOKENS
     prompts = prompts_of(lengths_up_to(longest, 16), 512)
     expected = references(model, prompts, NEW_TOKENS)
-    faults = f"{APART},retract:scheduler:every=5" if way.startswith("retracted") else APART
+    faults = f"{ALL_APART},retract:scheduler:every=5" if "retracted" in way else ALL_APART
     with served(tmp_path / "log", llama_dir, *ROLES, *WAYS[way], faults=faults) as server:
         for _ in range(2):
             assert asyncio.run(serve_all(server.endpoint, prompts, NEW_TOKENS)) == expected
@@ -218,7 +217,8 @@ def test_a_trace_has_the_spans_of_both_replicas_in_order(llama_dir: Path, tmp_pa
             return found
 
     flags = ["--keep-traces", "all", "--chunked-prefill-size", "64"]
-    with served(tmp_path / "log", llama_dir, *ROLES, *flags) as server:
+    faults = "apart:tokenizer"  # all pages are loaded at the end
+    with served(tmp_path / "log", llama_dir, *ROLES, *flags, faults=faults) as server:
         phases = [span for span in asyncio.run(trace(server.endpoint)).spans if span.parent < 0]
     assert [(span.name, span.attributes.get("replica")) for span in phases] == [
         ("tokenize", None),

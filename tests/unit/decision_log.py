@@ -90,7 +90,8 @@ def facts_of(message: Any) -> Iterator[Fact]:
         case worker.StorePages():
             yield "store pages", _ids(message.pages), message.hashes.hex()
         case worker.LoadPages():
-            yield "load pages", _ids(message.pages), message.hashes.hex()
+            ahead = ["ahead"] if message.is_ahead else []
+            yield "load pages", _ids(message.pages), message.hashes.hex(), *ahead
         case worker.ResetWorker():
             yield ("reset worker",)
         case worker.StopWorker():

@@ -10,7 +10,14 @@ from quadriga.sampling.params import SamplingParams
 from quadriga.sampling.pooling import Pooling
 from quadriga.server.config.engine_args import SchedulerArgs
 from quadriga.wire.packing import pack_floats, pack_ids, unpack_ids
-from quadriga.wire.to_detok import Drained, MovableChoice, StepOutput, StreamEnd, StreamReplay
+from quadriga.wire.to_detok import (
+    Drained,
+    MovableChoice,
+    StepOutput,
+    StoredPrompt,
+    StreamEnd,
+    StreamReplay,
+)
 from quadriga.wire.to_scheduler import (
     AbortRequest,
     DetokReady,
@@ -351,6 +358,7 @@ class Detok:
         may_lose_work: a journal may be lost, so that a replay may be shorter than the stream.
         drained: the Drained messages.
         movable: the choices that other replicas can go on with.
+        stored: the beginnings of prompts that they can load.
     """
 
     def __init__(self) -> None:
@@ -363,6 +371,7 @@ class Detok:
         self.ended: dict[int, int] = {}
         self.drained: list[Drained] = []
         self.movable: list[MovableChoice] = []
+        self.stored: list[StoredPrompt] = []
         self.session = 0
         self.stopped = False
 
@@ -378,6 +387,7 @@ class Detok:
             return
         if message.news is not None:
             self.movable += message.news.movable
+            self.stored += message.news.stored
         for replay in message.replayed:
             self._take_replay(replay)
         for opened in message.opened:

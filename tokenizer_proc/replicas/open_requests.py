@@ -16,8 +16,8 @@ import msgspec
 
 from quadriga.wire.logprobs import SampledLogprobs, block_of_token
 from quadriga.wire.packing import unpack_ids
-from quadriga.wire.to_detok import HeldChoice, StepNews
-from quadriga.wire.to_scheduler import Submit
+from quadriga.wire.to_detok import HeldChoice, StepNews, StoredPrompt
+from quadriga.wire.to_scheduler import LoadAhead, Submit
 from quadriga.wire.trace import note_replica
 from tokenizer_proc.replicas.placed import (
     NEVER_PLACED,
@@ -518,6 +518,26 @@ class OpenRequests:
         for index in indexes:
             placed.choices[index].give_to(owner)
         return HandOver(routed.replica, message, seqs)
+
+    def load_ahead(self, number: int, stored: StoredPrompt) -> tuple[int, LoadAhead] | None:
+        """Choose where the first pages of a prompt are loaded, before its last ones are computed.
+
+        Args:
+            number: the replica that computes the prompt.
+            stored: what can be loaded.
+
+        Returns:
+            The number of a replica, and what it is sent; None: nothing is loaded yet.
+        """
+        placed = self.find(stored.client, stored.request_id)
+        choice = None if placed is None else placed.choices.get(stored.index)
+        if placed is None or choice is None or placed.submit is None or placed.aborted_by:
+            return None
+        if choice.replica != number or choice.has_ended:
+            return None
+        prompt = placed.prompt(self._block_tokens)
+        placed.ahead = self._router.choose_ahead(prompt, number, placed.ahead)
+        return None if placed.ahead is None else (placed.ahead, placed.beginning(stored.num_tokens))
 
     # --- what leaves a replica --------------------------------------------------------------------
 

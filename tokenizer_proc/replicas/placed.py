@@ -9,9 +9,9 @@ from typing import NamedTuple
 import msgspec
 
 from quadriga.server.prefix_blocks import block_hashes
-from quadriga.wire.packing import num_ids, pack_ids
+from quadriga.wire.packing import num_ids, pack_ids, unpack_ids
 from quadriga.wire.to_detok import MovableChoice
-from quadriga.wire.to_scheduler import ChoiceProgress, Submit
+from quadriga.wire.to_scheduler import ChoiceProgress, LoadAhead, Submit
 from tokenizer_proc.replicas.router import Prompt
 
 Name = tuple[bytes, str]
@@ -122,6 +122,7 @@ class PlacedRequest:
         num_losses: number of replicas that were lost while they had it.
         is_moving: it was at a replica before.
         waits: its client has sent it again, and its owners do not know that yet.
+        ahead: replica that loads the pages of its prompt while another one computes it.
     """
 
     name: Name
@@ -133,6 +134,7 @@ class PlacedRequest:
     num_losses: int = 0
     is_moving: bool = False
     waits: bool = False
+    ahead: int | None = None
 
     def choice(self, index: int) -> PlacedChoice:
         """Return what is known of a choice."""
@@ -187,6 +189,12 @@ class PlacedRequest:
             goes_on=num_tokens > num_ids(ids) and not self.begins_anew,
             ends_at_once=params.pooling is not None or params.max_new_tokens == 1,
         )
+
+    def beginning(self, num_tokens: int) -> LoadAhead:
+        """Return what a replica is sent that shall load the pages of its first tokens."""
+        assert self.submit is not None
+        ids = self.submit.prompt_ids + pack_ids(self.submit.params.first_token_ids)
+        return LoadAhead(pack_ids(unpack_ids(ids)[:num_tokens]), self.submit.cache_salt)
 
     def num_tokens(self, indexes: Iterable[int]) -> int:
         """Return the number of its tokens: given ones, and those that these choices have."""

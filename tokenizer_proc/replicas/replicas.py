@@ -26,7 +26,14 @@ from quadriga.wire.client import (
     encode_chunks,
 )
 from quadriga.wire.sockets import Outbox, encode
-from quadriga.wire.to_detok import Delivered, HandedBack, KnownRequests, StepNews, Withdrawn
+from quadriga.wire.to_detok import (
+    Delivered,
+    HandedBack,
+    KnownRequests,
+    StepNews,
+    StoredPrompt,
+    Withdrawn,
+)
 from quadriga.wire.to_scheduler import (
     CLIENT_LOST,
     AbortRequest,
@@ -336,6 +343,16 @@ class Dispatch:
                 self._send(placed, found.submit, found.replica)
         if self.num_handed_over > num_before:
             self.send_drain()
+
+    def load_ahead(self, number: int, stored: Iterable[StoredPrompt]) -> None:
+        """Let replicas load the first pages of prompts while another one computes the last ones.
+
+        Nothing depends on it: what is not loaded by then is loaded when the request goes on.
+        """
+        for prompt in stored:
+            found = self._requests.load_ahead(number, prompt)
+            if found is not None:
+                self._replicas[found[0]].outbox.send(found[1])
 
     # --- drain ------------------------------------------------------------------------------------
 
@@ -707,6 +724,7 @@ class Replicas:
         if self._router.follow_load(time.monotonic()):
             logging.info("%d replicas compute prompts from now on", self._router.num_prefill)
         self._dispatch.hand_over()
+        self._dispatch.load_ahead(number, step.news.stored)
         if restates and not replica.is_known:
             replica.is_known = True
             self._report_known()

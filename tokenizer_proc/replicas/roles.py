@@ -19,7 +19,7 @@ first token, or with a vector.
 import math
 from typing import NamedTuple
 
-from quadriga.server.config.engine_args import CountOrAuto, SchedulerArgs
+from quadriga.server.config.engine_args import BY_CACHE, CountOrAuto, SchedulerArgs
 from quadriga.wire.to_detok import PromptWork, ReplicaNews
 from tokenizer_proc.replicas import role_policy
 from tokenizer_proc.replicas.role_policy import FollowPrompts, RoleLoad, RolePolicy
@@ -196,6 +196,23 @@ class RoleRouter(Router[KeyT]):
         ready = self._with_room(prompt.num_tokens)
         self._num_handed_over += 1
         return self.choose_among(prompt, self._all_but(ready), COPIED_WEIGHT)
+
+    def choose_ahead(self, prompt: Prompt, replica: int, before: int | None) -> int | None:
+        """Return where pages are loaded of a prompt that a replica computes; None: nowhere.
+
+        The request will go on there, unless another replica has much less to do by then.
+
+        Args:
+            prompt: what is known of the request.
+            replica: computes the prompt.
+            before: where its first pages were loaded; None: nowhere.
+        """
+        if prompt.ends_at_once or self._method != BY_CACHE:  # else no page draws a request
+            return None
+        ready = self._with_room(prompt.num_tokens) if replica in self._prefill else set()
+        if before in ready or not ready:
+            return before if before in ready else None
+        return self.choose_among(prompt, self._all_but(ready), COPIED_WEIGHT).replica
 
     def _with_room(self, num_tokens: int) -> set[int]:
         """Return the replicas that generate tokens and have room for so many."""

@@ -346,6 +346,15 @@ class Router(Generic[KeyT]):
         """Return where a request goes on whose prompt a replica has computed; None: it stays."""
         return None
 
+    def choose_ahead(
+        self,
+        prompt: Prompt,  # noqa: ARG002
+        replica: int,  # noqa: ARG002
+        before: int | None,  # noqa: ARG002
+    ) -> int | None:
+        """Return where pages are loaded of a prompt that a replica computes; None: nowhere."""
+        return None
+
     def follow_load(self, now: float) -> bool:  # noqa: ARG002
         """Change the roles of replicas by the load, if they do so. Return whether they changed."""
         return False

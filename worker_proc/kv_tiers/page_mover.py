@@ -110,7 +110,8 @@ class PageMover:
         self._changed = threading.Condition()
         self._num_launched = self._num_ended = 0  # steps
         self._stores: OrderedDict[int, _WaitingStore] = OrderedDict()  # by page
-        self._loads: deque[_WaitingLoad] = deque()
+        self._loads: deque[_WaitingLoad] = deque()  # those that requests wait for
+        self._loads_ahead: deque[_WaitingLoad] = deque()
         self._unreported: dict[bytes, None] = {}  # names of pages that were gained or lost
         self._launching: set[int] = set()  # pages whose copy to a tier is being launched
         self._leaving: dict[int, PageCopy] = {}  # copies to a tier that were launched, by page
@@ -140,6 +141,7 @@ class PageMover:
         with self._changed:
             self._stores.clear()
             self._loads.clear()
+            self._loads_ahead.clear()
             self._session, self._is_beginning = session, True
             self._changed.wait_for(
                 lambda: not self._is_busy and self._num_ended == self._num_launched
@@ -165,7 +167,8 @@ class PageMover:
         """Load pages to places in the pool that no step uses."""
         with self._changed:
             self._give_up_stores(ints_of(message.pages).tolist())
-            self._loads.append(_WaitingLoad(message, time.monotonic()))
+            loads = self._loads_ahead if message.is_ahead else self._loads
+            loads.append(_WaitingLoad(message, time.monotonic()))
             self._changed.notify_all()
 
     def before_step(self, plan: StepPlan) -> None:
@@ -236,10 +239,10 @@ class PageMover:
     def _next(self) -> tuple[_WaitingLoad | None, dict[int, bytes]]:
         """Return the next load, or a batch of pages to store with their names."""
         with self._changed:
-            self._changed.wait_for(lambda: self._loads or self._is_store_due())
+            self._changed.wait_for(lambda: self._loads or self._loads_ahead or self._is_store_due())
             self._is_busy = True
-            if self._loads:
-                return self._loads.popleft(), {}
+            if loads := self._loads or self._loads_ahead:
+                return loads.popleft(), {}
             batch: dict[int, bytes] = {}
             while self._is_store_due() and len(batch) < self._pages.max_batch:
                 page, store = self._stores.popitem(last=False)
@@ -287,13 +290,16 @@ class PageMover:
         return lost
 
     def _load(self, load: _WaitingLoad, send: Callable[[Report], object]) -> None:
-        message = load.message
-        began, session = time.monotonic(), self._session
+        message, session, began = load.message, self._session, time.monotonic()
+
+        def is_wanted() -> bool:
+            return session == self._session and not (message.is_ahead and self._loads)
+
         num_read, num_damaged = self._counts_of_peers()
         if self._peers is not None:
             names = split_hashes(message.hashes, PAGE_HASH_BYTES)
             missing = [name for name in names if not self._has(name)]
-            self._peers.begin(missing, lambda: session == self._session, load.asked_at)
+            self._peers.begin(missing, is_wanted, load.asked_at)
         under_way: deque[_Loading] = deque()
         finite: list[bool] = []
         for batch in self._find(message):
@@ -307,7 +313,7 @@ class PageMover:
                     self._unreported[batch.missing] = None
             if len(under_way) == MAX_LOADING:
                 finite += self._end(under_way.popleft())
-            if session != self._session:
+            if not is_wanted():
                 break
         while under_way:
             finite += self._end(under_way.popleft())

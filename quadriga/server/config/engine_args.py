@@ -721,10 +721,10 @@ class ReplicaArgs:
             raise ConfigError(
                 f"prefill_replicas is {AUTO} and dp is {self.dp}: start with --dp 2 or more"
             )
-        if self.in_cluster:
+        if self.role_resources:
             raise ConfigError(
-                f"prefill_replicas {AUTO} works with replicas on this machine: leave --cluster out,"
-                " or give a number"
+                f"prefill_replicas is {AUTO}, so that no machine has a role: leave"
+                " --role-resources out, or give a number"
             )
 
     def _check_bounds(self) -> None:
@@ -754,7 +754,12 @@ class ReplicaArgs:
         return number < self.max_prefill_replicas
 
     def role_of(self, number: int) -> str:
-        """Return the role of a replica, one of ROLES; "" where replicas have none."""
+        """Return the role of a replica, one of ROLES.
+
+        AUTO where roles follow the load; "" where replicas have none.
+        """
+        if not isinstance(self.prefill_replicas, int):
+            return AUTO
         if not self.has_roles:
             return ""
         return PREFILL if self.computes_prompts(number) else DECODE

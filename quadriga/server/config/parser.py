@@ -1,7 +1,9 @@
 """The command line of a server: its flags, MODEL, and advice for flags that do not exist."""
 
 import argparse
+import re
 from collections.abc import Sequence
+from functools import cache
 from typing import Any, NoReturn
 
 from quadriga import __version__, errors, keywords
@@ -102,6 +104,27 @@ class ServerParser(argparse.ArgumentParser):
             named = server_config.named_models(namespace)
             namespace.model = list(dict.fromkeys([*others, *named]))
         return namespace
+
+
+def in_flags(message: str) -> str:
+    """Return a message with flags in place of the fields that it names, as Python calls them.
+
+    A field of one word counts only where its value follows, as in "dp is 1": such words are also
+    English. A key of a YAML file, which follows the file's name, stays as it is.
+    """
+    return _field_names().sub(lambda found: flag_name(found[0]), message)
+
+
+@cache
+def _field_names() -> "re.Pattern[str]":
+    names = sorted(field.name for field in flag_fields(*ServerConfig().groups()))
+    several, one = (
+        "|".join(name for name in names if ("_" in name) is has_several)
+        for has_several in (True, False)
+    )
+    in_text = rf"""(?<![\w'"./:=-])(?<!\.yaml: )(?<!\.yml: )(?:{several})(?![\w'"./=-])"""
+    with_value = rf"(?:^|(?<=\band ))(?:{one})(?= is )"
+    return re.compile(f"{in_text}|{with_value}")
 
 
 def _advice(flag: str) -> str:

@@ -23,11 +23,18 @@ from quadriga.wire.client import Chunk, Chunks, Replay
 from quadriga.wire.packing import pack_ids, unpack_ids
 from quadriga.wire.sockets import Outbox, encode
 from quadriga.wire.to_detok import DetokMessage
-from quadriga.wire.to_scheduler import CLIENT, FrontendRestarted, SchedulerMessage, Submit
+from quadriga.wire.to_scheduler import (
+    CLIENT,
+    FrontendRestarted,
+    LoadAhead,
+    SchedulerMessage,
+    Submit,
+)
 from quadriga.wire.worker import PagesLoaded, StoredPages, WorkerReady
 from scheduler_proc.journal.file import JournalRecord
 from scheduler_proc.journal.recovery import JournalState
 from scheduler_proc.journal.writer import FileJournal
+from scheduler_proc.observe import replica_report
 from scheduler_proc.observe.replica_report import ReplicaReport
 from scheduler_proc.scheduler import Scheduler
 from tests.unit.simulated_tiers import TieredWorker
@@ -130,6 +137,11 @@ class ApartRouter(RoleRouter[RouterKey]):
     def stays_here(self, prompt: Prompt, here: Routed, there: Routed) -> bool:
         return False
 
+    def choose_ahead(self, prompt: Prompt, replica: int, before: int | None) -> int | None:
+        """Choose another one each time: a request may go on elsewhere."""
+        ready = self._with_room(prompt.num_tokens)
+        return min(ready, key=lambda number: number == before) if ready else None
+
 
 class Ring:
     """A replica's scheduler, worker and detokenizer."""
@@ -152,8 +164,8 @@ class Ring:
         self.to_scheduler = [pipe for pipe in self.to_scheduler if pipe.is_open]
         journal = FileJournal(cast("Any", self.file))
         self.scheduler = Scheduler(
-            SchedulerArgs(max_running_requests=4), frozenset({EOS}), self.worker,
-            self.to_detok, lambda: self.worker.now, journal,
+            self.world.args, frozenset({EOS}), self.worker, self.to_detok,
+            lambda: self.worker.now, journal,
         )  # fmt: skip
         self.scheduler.lifecycle.report = ReplicaReport(self.world.notes_steps, self.is_prefill)
         is_restart = self.num_schedulers > 1
@@ -196,6 +208,7 @@ class Ring:
         if not pipes or "scheduler_proc" in self.dead:
             return False
         message = decode_to_scheduler(pipes[turn % len(pipes)].messages.popleft())
+        self.world.num_loaded_ahead += isinstance(message, LoadAhead)
         self.scheduler.step([message], [])
         return True
 
@@ -308,6 +321,10 @@ class World:
         """
         self.slice_s = slice_s
         self.num_prefill = num_prefill
+        self.num_loaded_ahead = 0
+        # Prompts are computed in parts where others can load these.
+        chunk = PAGE if num_prefill else None
+        self.args = SchedulerArgs(max_running_requests=4, chunked_prefill_size=chunk)
         self.tier: dict[bytes, list[int]] = {}
         self.num_frontends = 0
         self.time = 0.0
@@ -658,6 +675,14 @@ def test_recalls_and_requests_sent_again_compute_no_token_twice(
     assert world.replicas.requests.num_results_dropped == 0
 
 
+@pytest.fixture(scope="module", autouse=True)
+def loads_ahead() -> Iterator[None]:
+    """Let every page of a prompt be loaded ahead that is stored before its last one."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(replica_report, "AHEAD_TOKENS", PAGE)
+        yield
+
+
 @pytest.mark.parametrize(("num_replicas", "num_prefill"), [(2, 1), (3, 1), (4, 2)])
 @settings(max_examples=200, deadline=None, suppress_health_check=list(HealthCheck))
 @given(events=EVENTS)
@@ -678,5 +703,6 @@ def test_a_prompt_is_computed_at_one_replica_and_its_tokens_at_another() -> None
     prefill, decode = (ring.scheduler.lifecycle for ring in world.rings)
     assert decode.stats.ended["length"] >= 12, "most are handed over before their end"
     assert decode.offload_stats.fetched_pages > 0
+    assert world.num_loaded_ahead > 0
     assert prefill.offload_stats.fetched_pages == 0
     assert world.replicas.requests.num_results_dropped == 0

@@ -129,6 +129,39 @@ def test_pages_on_their_way_are_not_given_twice() -> None:
     assert sorted(places) == list(DECODE)
 
 
+def test_a_request_goes_on_where_its_pages_were_loaded_ahead() -> None:
+    router, asked = router_of(), prompt(LONG)
+    run_streams(router, 2)
+    ahead = router.choose_ahead(asked, 0, None)
+    assert ahead in DECODE
+    assert [router.choose_ahead(asked, 0, ahead) for _ in range(3)] == [ahead] * 3
+    router.on_news(ahead, ReplicaNews(b"".join(asked.hashes), b"", 1000))
+    for number in range(3):  # it has a little more to do than the other one meanwhile
+        router.count(f"r{number}", ahead, Prompt(10, []))
+    found = router.find_next(asked, 0)
+    assert found is not None
+    assert (found.replica, found.num_cached) == (ahead, LONG // BLOCK * BLOCK)
+
+
+@pytest.mark.parametrize(
+    "method", [method for method in LOAD_BALANCE_METHODS if method != BY_CACHE]
+)
+def test_no_pages_are_loaded_ahead_where_they_draw_no_request(method: str) -> None:
+    router = router_of(method)
+    assert router.choose_ahead(prompt(LONG), 0, None) is None
+
+
+def test_pages_are_loaded_ahead_only_for_what_will_go_on_where_there_is_room() -> None:
+    router = router_of()
+    assert router.choose_ahead(prompt(LONG, ends_at_once=True), 0, None) is None
+    assert router.choose_ahead(prompt(LONG), DECODE[0], None) is None
+    run_streams(router, 2)
+    router.on_news(DECODE[0], ReplicaNews(num_available=10))
+    assert router.choose_ahead(prompt(LONG), 0, DECODE[0]) == DECODE[1]
+    router.on_news(DECODE[1], ReplicaNews(num_available=10))
+    assert router.choose_ahead(prompt(LONG), 0, DECODE[1]) is None
+
+
 @pytest.mark.parametrize("role", [PREFILL, DECODE])
 def test_replicas_of_one_role_do_all_where_the_others_are_gone(role: tuple[int, ...]) -> None:
     router = router_of()
@@ -170,7 +203,10 @@ def test_a_request_that_has_tokens_goes_on_where_these_are_generated() -> None:
         ),
         ({"dp": 2, "prefill_replicas": 1, "tp": 2}, "--tp 2"),
         ({"prefill_replicas": "auto"}, "start with --dp 2 or more"),
-        ({"dp": 2, "prefill_replicas": "auto", "cluster": "ray"}, "leave --cluster out"),
+        (
+            {"dp": 2, "prefill_replicas": "auto", "cluster": "ray", "role_resources": "decode=a"},
+            "leave --role-resources out",
+        ),
     ],
 )  # fmt: skip
 def test_roles_that_cannot_work_are_refused(flags: dict[str, object], said: str) -> None:

@@ -13,7 +13,7 @@ from quadriga.server.config.engine_args import SchedulerArgs
 from quadriga.server.prefix_blocks import page_hash
 from quadriga.wire.packing import pack_ids
 from quadriga.wire.to_detok import MovableChoice
-from quadriga.wire.to_scheduler import ChoiceProgress, Submit
+from quadriga.wire.to_scheduler import ChoiceProgress, LoadAhead, Submit
 from quadriga.wire.worker import StoredPages
 from scheduler_proc.observe.replica_report import ReplicaReport
 from tests.unit.chaos import random_life
@@ -248,6 +248,57 @@ def test_pages_of_a_moved_request_are_loaded_beside_a_long_prompt() -> None:
     assert world.detok.tokens["a"] == reference(PROMPT, 30, ignore_eos=True)
 
 
+def beginning(prompt: list[int], num_tokens: int, salt: str = "") -> LoadAhead:
+    return LoadAhead(pack_ids(prompt[:num_tokens]), salt)
+
+
+def test_pages_are_loaded_while_others_of_the_prompt_are_computed() -> None:
+    world = FetchingWorld(SchedulerArgs())
+    tier = prefilled(PROMPT).worker.tier
+    world.worker.tier = dict(list(tier.items())[:6])
+    world.send(beginning(PROMPT, 24))
+    world.run()
+    assert world.worker.num_loaded == 6
+    world.worker.tier = dict(tier)
+    world.send(beginning(PROMPT, 36), beginning(PROMPT, 39))
+    world.run()
+    assert world.worker.num_loaded == 9
+    tokens = reference(PROMPT, 9, ignore_eos=True)
+    world.send(moved("a", PROMPT, tokens[:1], 9))
+    world.run()
+    assert world.detok.tokens["a"] == tokens
+    assert world.worker.num_loaded == 10
+    world.send(beginning(PROMPT, 40, salt="another"))
+    world.run()
+    info = world.scheduler.info()
+    assert info["pages_held"] == info["kv_offload_missed_pages_total"] == 0
+
+
+def test_a_request_waits_for_pages_that_are_being_loaded_for_it() -> None:
+    world = FetchingWorld(SchedulerArgs())
+    world.worker.tier = dict(prefilled(PROMPT).worker.tier)
+    tokens = reference(PROMPT, 9, ignore_eos=True)
+    world.send(beginning(PROMPT, 36), moved("a", PROMPT, tokens[:1], 9))
+    world.run()
+    assert world.detok.tokens["a"] == tokens
+    assert world.worker.num_loaded == 10
+
+
+def test_a_prompt_is_loaded_ahead_only_where_there_is_room() -> None:
+    world = FetchingWorld(SchedulerArgs(), num_pages=19)
+    world.worker.tier = dict(prefilled(PROMPT).worker.tier)
+    world.send(beginning(PROMPT, 40))
+    world.run()
+    assert world.worker.num_loaded == 0
+    world.send(beginning(PROMPT, 36))
+    world.run()
+    assert world.worker.num_loaded == 9
+    others = [submit(f"r{n}", [9 + n] * 30, 20, ignore_eos=True) for n in range(4)]
+    world.send(*others)  # they need all pages
+    world.run()
+    assert len(world.detok.closed) == 4 and world.scheduler.info()["pages_held"] == 0
+
+
 class PrefillWorld(StoringWorld):
     """Computes prompts for other replicas."""
 
@@ -279,6 +330,22 @@ def test_a_request_can_move_once_all_pages_of_its_prompt_are_stored() -> None:
     world.step()
     world.step()
     assert [each.seq for each in world.movable] == [choice.seq] * 2
+
+
+def test_what_can_be_loaded_of_a_prompt_is_reported_while_it_is_computed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("scheduler_proc.observe.replica_report.AHEAD_TOKENS", 8)
+    world = PrefillWorld(SchedulerArgs(chunked_prefill_size=8))
+    world.send(submit("a", PROMPT, 20, ignore_eos=True))
+    world.run()
+    stored = world.detok.stored
+    assert [(each.request_id, each.index) for each in stored] == [("a", 0)] * len(stored)
+    counts = [each.num_tokens for each in stored]
+    assert counts == sorted({*counts}) and counts[0] >= 8 and 24 <= counts[-1] <= 40
+    world.send(submit("b", PROMPT, 20, ignore_eos=True), submit("c", PROMPT[:7], 20))
+    world.run()
+    assert {each.request_id for each in stored} == {"a", "b"}, "c is too short"
 
 
 def test_pages_that_made_room_for_others_are_stored_once_more() -> None:

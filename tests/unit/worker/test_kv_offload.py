@@ -6,7 +6,7 @@ import resource
 import shutil
 import stat
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from queue import SimpleQueue
@@ -292,9 +292,10 @@ class Moved:
         names = b"".join(map(name_of, pages))
         self.mover.store(StorePages(pack_ids(pages), names))
 
-    def load(self, page: int, *numbers: int) -> None:
-        pages = range(page, page + len(numbers))
-        self.mover.load(LoadPages(5, pack_ids(pages), b"".join(map(name_of, numbers))))
+    def load(self, page: int, *numbers: int, is_ahead: bool = False) -> None:
+        pages = pack_ids(range(page, page + len(numbers)))
+        names = b"".join(map(name_of, numbers))
+        self.mover.load(LoadPages(page, pages, names, is_ahead=is_ahead))
 
     def report(self) -> StoredPages | PagesLoaded:
         return self.reports.get(timeout=TIMEOUT_S)
@@ -308,7 +309,7 @@ def test_pages_are_stored_and_loaded_up_to_the_first_that_is_gone() -> None:
     moved.load(7, 2, 1, 9)
     loaded = moved.report()
     assert isinstance(loaded, PagesLoaded)
-    assert (loaded.load, loaded.num_loaded, loaded.session) == (5, 2, 1)
+    assert (loaded.load, loaded.num_loaded, loaded.session) == (7, 2, 1)
     np.testing.assert_array_equal(moved.pool[7].numpy(), page_of(2))
     np.testing.assert_array_equal(moved.pool[8].numpy(), page_of(1))
     assert moved.report() == StoredPages(b"", name_of(9), 1)
@@ -328,6 +329,43 @@ def test_a_mover_without_tiers_of_its_own_loads_from_other_replicas(tmp_path: Pa
     assert (loaded.num_loaded, loaded.num_fetched, loaded.num_damaged) == (2, 2, 1)
     np.testing.assert_array_equal(moved.pool[7].numpy(), page_of(2))
     files.close()
+
+
+class SlowPeers:
+    """Pages of another replica that come one at a time, when the test allows it."""
+
+    num_read = num_damaged = 0
+
+    def __init__(self) -> None:
+        self.asked, self.allowed = threading.Semaphore(0), threading.Semaphore(0)
+        self._is_wanted: Callable[[], bool] = lambda: True
+
+    def begin(self, names: Sequence[bytes], is_wanted: Callable[[], bool], asked_at: float) -> None:
+        self._is_wanted = is_wanted
+
+    def read(self, name: bytes, place: PagePlace) -> bool:
+        self.asked.release()
+        assert self.allowed.acquire(timeout=TIMEOUT_S)
+        if not self._is_wanted():
+            return False
+        self.num_read += 1
+        return True
+
+
+def test_a_load_for_which_no_request_waits_ends_early_where_one_waits_for_another() -> None:
+    peers = SlowPeers()
+    moved = Moved(None, peers)
+    moved.load(1, 1, 2, 3, 4, is_ahead=True)
+    peers.allowed.release()
+    for _ in range(2):
+        assert peers.asked.acquire(timeout=TIMEOUT_S)
+    moved.load(7, 5, is_ahead=True)
+    moved.load(6, 6)
+    peers.allowed.release(4)
+    reports = [moved.report() for _ in range(4)]
+    loaded = [report for report in reports if isinstance(report, PagesLoaded)]
+    assert [(each.load, each.num_loaded) for each in loaded] == [(1, 1), (6, 1), (7, 1)]
+    assert peers.num_read == 3
 
 
 def test_pages_that_a_step_overwrites_before_their_turn_are_not_stored() -> None:

@@ -4,7 +4,7 @@ import pytest
 
 from quadriga.server.config import served_models
 from quadriga.server.config.flags import FOREIGN_FLAGS, REMOVED_FLAGS, flag_fields, flag_name
-from quadriga.server.config.parser import ServerParser
+from quadriga.server.config.parser import ServerParser, in_flags
 from quadriga.server.config.server_config import ServerConfig, from_namespace
 
 
@@ -60,6 +60,24 @@ def test_a_flag_that_does_not_exist_is_an_error_that_names_the_right_one(
     line: str, advice: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert advice in complaint(line, capsys)
+
+
+@pytest.mark.parametrize(
+    ("message", "shown"),
+    [
+        ("dp is 1 and prefill_replicas is auto", "--dp is 1 and --prefill-replicas is auto"),
+        (
+            "max_total_tokens is 5: page_size 2 does not",
+            "--max-total-tokens is 5: --page-size 2 does not",
+        ),
+        ("tp is 3; start with --max-loras 2", "--tp is 3; start with --max-loras 2"),
+        ("serve.yaml: max_loras is 'a'", "serve.yaml: max_loras is 'a'"),
+        ("the model is large, and no port is free", "the model is large, and no port is free"),
+        ("/data/max_loras/a: 'page_size'", "/data/max_loras/a: 'page_size'"),
+    ],
+)
+def test_messages_on_the_command_line_name_flags(message: str, shown: str) -> None:
+    assert in_flags(message) == shown
 
 
 def test_flags_of_other_servers_lead_to_flags_that_exist_and_are_none_themselves() -> None:
