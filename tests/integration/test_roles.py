@@ -3,8 +3,7 @@
 import asyncio
 import os
 import signal
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -16,18 +15,23 @@ from transformers import AutoModelForCausalLM
 from quadriga.client import AsyncClient, Completion, SamplingParams
 from quadriga.server.processes.run_dir import shared_dir
 from quadriga.wire.trace import RequestTrace
-from tests.faults.inject import ALL_APART, fault_environment
+from tests.faults.inject import ALL_APART
 from tests.integration.equality import lengths_up_to, prompts_of, references, serve_all, ways
-from tests.server import Server, running_server, settle, wait_until
+from tests.integration.role_servers import (
+    FLAGS,
+    ROLES,
+    facts,
+    restart,
+    served,
+    wait_until_back,
+)
+from tests.server import Server, running_server, wait_until
 from tests.shared_pages import damage_pages, forget_pages
 from tests.tiny_adapters import make_adapter
 
-FLAGS = ["--worker-threads", "1", "--page-size", "4", "--max-total-tokens", "4096"]
-ROLES = [*FLAGS, "--dp", "2", "--prefill-replicas", "1", "--max-restarts", "1000"]
 # A tiny model has generated a few tokens before its pages are stored.
 NEW_TOKENS = 60
 TIMEOUT_S = 120.0
-RESTART_TIMEOUT_S = 60.0
 # Ways to compose steps beside those of one replica.
 WAYS: dict[str, list[str]] = {
     "chunks of 7": ["--chunked-prefill-size", "7"],
@@ -39,23 +43,6 @@ WAYS: dict[str, list[str]] = {
     "roles that change": ["--dp", "3", "--prefill-replicas", "auto"],
     "least loaded": ["--load-balance-method", "least-loaded"],
 }
-
-
-@contextmanager
-def served(
-    log: Path, model: Path, *flags: str, faults: str = ALL_APART, dtype: str = "float32"
-) -> Iterator[Server]:
-    flags = ("--model", str(model), "--dtype", dtype, *flags)
-    with running_server(log, *flags, environment=fault_environment(faults)) as server:
-        yield server
-    assert not shared_dir(server.run_dir).exists(), "pages are left in shared memory"
-
-
-def facts(server: Server) -> Mapping[str, Any]:
-    """Return the info of a server at rest, whose pages are all given back."""
-    info = settle(server.endpoint, RESTART_TIMEOUT_S)
-    assert info["pages_held"] == 0
-    return info
 
 
 def files_of(server: Server) -> list[Path]:
@@ -264,18 +251,6 @@ def test_pages_that_are_damaged_or_gone_are_computed(
                 break
         else:
             raise AssertionError(f"{counter} is still {before}")
-
-
-def restart(server: Server, name: str, number: int) -> None:
-    """Kill a process, and wait until it is back."""
-    before = server.pid_of(name)
-    os.kill(before, number)
-    wait_until_back(server, name, before)
-
-
-def wait_until_back(server: Server, name: str, before: int) -> None:
-    wait_until(lambda: server.pid_of(name) not in (0, before), RESTART_TIMEOUT_S)
-    server.pids[name] = server.pid_of(name)
 
 
 @pytest.mark.timeout(300)

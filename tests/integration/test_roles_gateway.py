@@ -26,7 +26,7 @@ from quadriga.server.tenants import hash_of_key
 from quadriga.wire.client import gateway_address
 from tests.faults.inject import ALL_APART, fault_environment
 from tests.faults.resumed_streams import ResumedStreams, WrongStream
-from tests.integration.test_roles import ROLES, facts, served, wait_until_back
+from tests.integration.role_servers import ROLES, facts, served, wait_until_back
 from tests.server import Server, kill_tree, launch, stop, wait_until_ready
 from tests.tcp_proxy import TcpProxy
 
