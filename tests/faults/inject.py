@@ -6,6 +6,7 @@ The processes import this file by itself, without the package `tests`, whose imp
 
 import itertools
 import os
+import re
 import signal
 import sys
 import time
@@ -143,8 +144,9 @@ def install(process: str) -> None:
     """Patch the classes of this process so that its messages trigger its faults, if it has any.
 
     Args:
-        process: name of the process, for example worker_proc.
+        process: name of the process, for example worker_proc, or worker_proc/1 of a replica.
     """
+    process = re.split("[/@]", process)[0]
     faults = parse_faults(os.environ[FAULTS_VARIABLE])
     own = [fault for fault in faults if f"{fault.process}_proc" == process]
     if not own:
