@@ -24,6 +24,7 @@ class RoleLoad(NamedTuple):
         num_rows: decode rows of all steps of all replicas.
         rows_s: the sum over these rows of what their step would have taken without prompts.
         shortest_s: seconds of the shortest kind of step.
+        num_waiting_tokens: prompt tokens that wait for their computation now.
     """
 
     prompt_s: float
@@ -35,6 +36,7 @@ class RoleLoad(NamedTuple):
     num_rows: int = 0
     rows_s: float = 0.0
     shortest_s: float = 0.0
+    num_waiting_tokens: int = 0
 
     @property
     def copy_share(self) -> float:
@@ -42,6 +44,12 @@ class RoleLoad(NamedTuple):
         if not self.prompt_s:
             return 0.0
         return self.page_s * self.prompt_tokens / (self.page_tokens * self.prompt_s)
+
+    @property
+    def waiting_s(self) -> float:
+        """Seconds of steps that the prompts take which wait now."""
+        token_s = self.prompt_s / self.prompt_tokens if self.prompt_tokens else 0.0
+        return self.num_waiting_tokens * token_s
 
 
 class RolePolicy(Protocol):
@@ -64,8 +72,9 @@ HOLD_S = 5.0
 # With --itl-target: what a step aims at, of the target, and the part of the time of a replica that
 # only computes prompts in which it does so: the rest is what every step takes.
 AIM, PREFILL_SHARE = 0.9, 0.9
-# The present number stays while its load is at most so many times the least one.
-TOLERANCE = 1.1
+# The present number stays while its load is at most so many times the least one. Then the smallest
+# number with a load of at most so many times the least one takes its place.
+STAY_TOLERANCE, CHOICE_TOLERANCE = 1.1, 1.05
 # Without: replicas for prompts in proportion to the replicas that these keep busy, as each prompt
 # that is computed elsewhere stops streams.
 UNBOUNDED_SHARE, UNBOUNDED_MORE = 1.5, 1.0
@@ -91,7 +100,7 @@ class FollowPrompts:
     as if it held for the last seconds:
 
         steps   = step without prompts, with the streams at N - K replicas / target
-        prompts = replicas that prompts keep busy
+        prompts = replicas that prompts keep busy, also with what waits now
                   / (K * PREFILL_SHARE + (N - K) * (1 - steps))
 
     What steps leave of the target at the other replicas is room for prompts, too. The larger of
@@ -146,21 +155,17 @@ class FollowPrompts:
         return round(wanted) if abs(wanted - self._num) > band else self._num
 
     def _by_load(self, load: RoleLoad) -> int:
-        """Return the least number whose load is near the least one, if the present one's is not."""
-        loads = [self._load_with(num, load.shortest_s) for num in range(self._max + 1)]
-        most = TOLERANCE * min(loads)
-        if loads[self._num] <= most:
+        """Return a number whose load is near the least one: the present one, if its load is."""
+        loads = [self._load_with(num, load) for num in range(self._max + 1)]
+        if loads[self._num] <= STAY_TOLERANCE * min(loads):
             return self._num
+        most = CHOICE_TOLERANCE * min(loads)
         return next(num for num, one in enumerate(loads) if one <= most)
 
-    def _load_with(self, num: int, shortest_s: float) -> float:
-        """Return the load with so many replicas for prompts.
-
-        Args:
-            num: of these replicas.
-            shortest_s: seconds of the shortest kind of step.
-        """
+    def _load_with(self, num: int, load: RoleLoad) -> float:
+        """Return the load with `num` replicas for prompts."""
         assert self._step_s is not None
+        shortest_s = load.shortest_s
         # What rows add to a step grows with the rows, and so as the others become fewer.
         step_s = self._rows_s / self._num_rows if self._num_rows else shortest_s
         rows_s = max(0.0, step_s - shortest_s)
@@ -168,7 +173,9 @@ class FollowPrompts:
         rows_s *= (self._num_replicas - self._num) / num_others
         steps = (shortest_s + rows_s) / self._step_s
         room = PREFILL_SHARE * num + num_others * max(0.0, 1.0 - steps)
-        return max(steps, self._num_busy / room if room else math.inf)
+        # What waits is to be computed before the next change.
+        num_busy = self._num_busy + load.waiting_s / HOLD_S
+        return max(steps, num_busy / room if room else math.inf)
 
     def _observe(self, load: RoleLoad, now: float) -> None:
         """Average the load over the last seconds, of which the latest ones weigh most."""

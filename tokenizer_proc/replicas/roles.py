@@ -137,6 +137,7 @@ class RoleRouter(Router[KeyT]):
             num_rows=sum(one.num_rows for one in work),
             rows_s=sum(one.rows_s for one in work),
             shortest_s=min((one.shortest_s for one in work if one.num_rows), default=0.0),
+            num_waiting_tokens=sum(one.num_prefill_tokens for one in self.ledger.loads),
         )
         num_prefill = self._policy.decide(load, now)
         if num_prefill == self.num_prefill:

@@ -38,8 +38,8 @@ class Load:
         self.now, self.prompt_s, self.page_s = 0.0, 0.0, page_s
         self.num_rows, self.sum_s, self.num = 0, 0.0, 0
 
-    def run(self, num_busy: float, seconds: float) -> list[int]:
-        """Return the decisions of these seconds."""
+    def run(self, num_busy: float, seconds: float, num_waiting_tokens: int = 0) -> list[int]:
+        """Return the decisions of these seconds, in which so many tokens wait."""
         found = []
         for _ in range(round(seconds / INTERVAL_S)):
             self.now += INTERVAL_S
@@ -55,6 +55,7 @@ class Load:
                 num_rows=self.num_rows,
                 rows_s=self.sum_s,
                 shortest_s=SHORTEST_S,
+                num_waiting_tokens=num_waiting_tokens,
             )
             self.num = self.policy.decide(load, self.now)
             found.append(self.num)
@@ -96,6 +97,12 @@ def test_prompts_have_as_many_as_streams_can_spare_and_no_more_than_they_need(
 def test_more_prompts_never_have_fewer_replicas(target_s: float) -> None:
     found = [Load(target_s=target_s).run(num_busy, 60)[-1] for num_busy in (0.5, 1, 2, 4, 6)]
     assert found == sorted(found)
+
+
+def test_prompts_that_wait_count_where_replicas_compute_as_many_as_they_can() -> None:
+    without, load = Load(target_s=0.014), Load(target_s=0.014)
+    tokens = int(10 / TOKEN_S)  # ten seconds of one replica
+    assert load.run(2.0, 60, tokens)[-1] > without.run(2.0, 60)[-1]
 
 
 def test_the_number_follows_the_load_up_and_down() -> None:
