@@ -20,7 +20,7 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from bench.agents.compare import replay
+from bench.agents.live import replay
 from bench.agents.simulated import simulate
 from bench.cli.command import command_parser, run_command, run_until_signal
 from bench.client.server import config_of

@@ -8,8 +8,16 @@ import msgspec
 import pytest
 
 from bench.agents.__main__ import main
-from bench.agents.compare import AgentRun, by_turn, figures, known_runs
-from bench.agents.live import AnsweredCall, LoadShape, SessionReplay, usage_of
+from bench.agents.live import (
+    AgentRun,
+    AnsweredCall,
+    LoadShape,
+    SessionReplay,
+    by_turn,
+    figures,
+    known_runs,
+    usage_of,
+)
 from bench.agents.sessions import (
     AgentTurn,
     DrawnShape,
