@@ -21,7 +21,6 @@ from simulator.records import Records, RecordSample
 Figure: Any = importlib.import_module("matplotlib.figure").Figure
 TICKER: Any = importlib.import_module("matplotlib.ticker")
 
-SERIES = ("#1f5fa8", "#d9822b", "#3a9a5c", "#8e5ea2")  # for different metrics in one plot
 FILL, MUTED, DARK = "#4c72b0", "#c9d5e8", "#1f3b66"
 LIMIT = "#c0392b"
 PERCENTILES = {50: "#1f3b66", 95: "#4c72b0", 99: "#93b5dd"}

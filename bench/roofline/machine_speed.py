@@ -136,10 +136,6 @@ class OneProduct(base.Model):
         """Return nothing: the weights are random."""
         return {}
 
-    def map_weight_name(self, name: str) -> str | None:
-        """Return the name."""
-        return name
-
 
 def least_seconds(work: Callable[[], object]) -> float:
     """Return the seconds of the fastest pass, after an unmeasured one."""

@@ -202,7 +202,7 @@ class SessionRecorder:
         path: the file; it is made, and only its owner can read it.
 
     Attributes:
-        num_recorded, num_left_out: calls that were written, and that were not.
+        num_left_out: calls that were not written.
 
     Raises:
         OSError: the file cannot be opened.
@@ -219,7 +219,7 @@ class SessionRecorder:
         self._num_waiting = 0
         self._lock = threading.Lock()
         self._has_ended = False
-        self.num_recorded = self.num_left_out = 0
+        self.num_left_out = 0
         self._thread = threading.Thread(target=self._run, name="recorder", daemon=True)
         self._thread.start()
 
@@ -274,7 +274,6 @@ class SessionRecorder:
             self._end("the disk is full")
             return
         self._size += written
-        self.num_recorded += 1
 
     def _end(self, reason: str) -> None:
         self._has_ended = True

@@ -18,8 +18,6 @@ NOT_OFFERED = {
 }  # fmt: skip
 """The one model is an argument of its own, and the endpoint is private."""
 
-ALWAYS = ["--endpoint", "ipc", "--no-http", "--log-level", "warning"]
-
 
 def test_the_keywords_are_the_servers_flags_in_their_order_with_their_types() -> None:
     groups = [group for group in ServerConfig().groups() if not isinstance(group, HttpArgs)]

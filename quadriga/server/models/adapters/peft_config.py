@@ -11,7 +11,6 @@ from typing import Any
 from quadriga.errors import ModelError, quoted
 
 CONFIG_NAME = "adapter_config.json"
-ALL_LINEAR = "all-linear"
 BIASES = ("none", "all", "lora_only")
 MAX_RANK, MAX_ALPHA = 1_000_000, 1e9
 PATTERN_TIMEOUT_S = 1.0  # of one comparison of a name with an expression

@@ -1,7 +1,7 @@
 """Responses that are stored: continued, read, replayed, listed and removed."""
 
 import json
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -26,8 +26,6 @@ from tests.unit.scripted_ring import ScriptedRing, gateway_before, openai_before
 
 ANSWERED: Any = {"role": "assistant", "content": "No rain."}
 WITH_CALL: Any = {"arguments": {"city": "Rome"}, "name": "weather"}
-
-Test = Callable[[Any], Coroutine[Any, Any, None]]
 
 
 async def test_a_response_continues_the_previous_one_without_its_instructions(
