@@ -105,7 +105,9 @@ class FollowPrompts:
 
     What steps leave of the target at the other replicas is room for prompts, too. The larger of
     the two is the load of a K. So all replicas are mixed where their steps have room for all
-    prompts, and there are no more replicas for prompts than leave the streams in time.
+    prompts, and there are no more replicas for prompts than leave the streams in time. A load that
+    leaves 1 / sqrt(N) free is small enough, as N servers of one queue need no more in reserve for
+    little waiting (Halfin and Whitt, 1981).
 
     Args:
         num_replicas: number of all replicas.
@@ -116,6 +118,7 @@ class FollowPrompts:
         self._num_replicas = num_replicas
         self._max = min(num_replicas - 1, max(1, int(MAX_SHARE * num_replicas)))
         self._step_s = None if target_s is None else AIM * target_s
+        self._enough = 1 - 1 / math.sqrt(num_replicas)
         self._last: tuple[float, RoleLoad] | None = None  # when, and the load then
         self._num_busy, self._num_rows, self._rows_s, self._weight = 0.0, 0.0, 0.0, 0.0
         self._num = 0
@@ -157,7 +160,9 @@ class FollowPrompts:
     def _by_load(self, load: RoleLoad) -> int:
         """Return a number whose load is near the least one: the present one, if its load is."""
         loads = [self._load_with(num, load) for num in range(self._max + 1)]
-        if loads[self._num] <= STAY_TOLERANCE * min(loads):
+        if loads[0] * STAY_TOLERANCE <= self._enough:
+            return 0
+        if loads[self._num] <= max(STAY_TOLERANCE * min(loads), self._enough):
             return self._num
         most = CHOICE_TOLERANCE * min(loads)
         return next(num for num, one in enumerate(loads) if one <= most)

@@ -99,6 +99,12 @@ def test_more_prompts_never_have_fewer_replicas(target_s: float) -> None:
     assert found == sorted(found)
 
 
+def test_many_replicas_need_less_in_reserve_and_stay_mixed_for_longer() -> None:
+    assert Load(8).run(0.37 * 8, 60)[-1] > 0
+    assert Load(64).run(0.37 * 64, 60)[-1] == 0
+    assert Load(64).run(0.55 * 64, 60)[-1] > 0
+
+
 def test_prompts_that_wait_count_where_replicas_compute_as_many_as_they_can() -> None:
     without, load = Load(target_s=0.014), Load(target_s=0.014)
     tokens = int(10 / TOKEN_S)  # ten seconds of one replica
