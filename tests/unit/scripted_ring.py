@@ -19,6 +19,7 @@ from quadriga.clock import now
 from quadriga.errors import QuadrigaError
 from quadriga.server.answer_format import AnswerFormat, CallFormat, CallStyle, to_info
 from quadriga.server.config.server_config import ServerConfig
+from quadriga.server.models.adapters.store import AdapterStore
 from quadriga.wire.client import Accepted, RequestProgress, RequestState, Usage
 from quadriga.wire.live import LiveMessage
 
@@ -60,7 +61,10 @@ class ScriptedRing:
         prompt_end: the end of the rendered prompt, as the ring reports it.
         logprobs: makes the logprobs of a piece.
         live: the messages of the live feed.
+        adapters: the adapters of its model.
     """
+
+    adapters: AdapterStore | None = None
 
     def __init__(
         self, pieces: list[str], *, leaves_open: Any = False, error: Any = None, **facts: Any
@@ -167,7 +171,10 @@ def served(config: ServerConfig, ring: Any, name: str = "", *aliases: str) -> Se
     if name:
         config = config.replace(served_model_name=name)
     interval_s = config.http.sse_ping_interval
-    return ServedModel(config, ring, ping_interval_s=interval_s, name=name, aliases=aliases)
+    adapters = getattr(ring, "adapters", None)
+    return ServedModel(
+        config, ring, adapters=adapters, ping_interval_s=interval_s, name=name, aliases=aliases
+    )
 
 
 @asynccontextmanager

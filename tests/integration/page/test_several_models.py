@@ -1,7 +1,12 @@
 """The page of a server with several models: which one a chat, a feed and a simulation are about."""
 
 import json
+from pathlib import Path
 
+import msgspec
+
+from quadriga.server.config.engine_args import ModelArgs
+from quadriga.server.models.adapters.store import LIST_NAME, AdapterEntry, AdapterStore
 from tests.browser import Page
 from tests.integration.page.chat_page import ask, text_of, until_answered
 from tests.integration.page.live_page import live_ring, until_live
@@ -53,6 +58,26 @@ def test_a_chat_is_answered_by_the_chosen_model(chromium: str) -> None:
         assert "4,321 tokens" in await text_of(page, ".welcome p")
 
     in_browser(chromium, rings, test)
+
+
+def test_the_choice_has_the_adapters_and_says_which_are_pinned(
+    chromium: str, tmp_path: Path
+) -> None:
+    ring = ScriptedRing(["x"])
+    ring.adapters = AdapterStore(tmp_path, tmp_path, ModelArgs(enable_lora=True), max_loras=2)
+    entries = [
+        AdapterEntry(name="tone", path="/tone", id="1", pinned=True),
+        AdapterEntry(name="sql", path="/sql", id="2"),
+    ]
+    (tmp_path / LIST_NAME).write_bytes(msgspec.json.encode(entries))
+
+    async def test(page: Page) -> None:
+        await page.until(f"document.querySelector({json.dumps(CHOICE)})")
+        assert await page.evaluate(NAMES.replace("value", "text")) == [
+            "tiny", "tone (pinned)", "sql",
+        ]  # fmt: skip
+
+    in_browser(chromium, ring, test)
 
 
 def test_one_model_has_no_choice(chromium: str) -> None:
