@@ -4,7 +4,9 @@ Each class is one group of docs/configuration.md, and validates its own flags. R
 which replica a process belongs to.
 """
 
+import json
 import os
+from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -32,27 +34,39 @@ class AdapterModule(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     pinned: bool = False
 
 
+def _adapter_modules(text: str) -> Iterator[AdapterModule]:
+    """Yield the items of --lora-modules.
+
+    Raises:
+        ValueError: an object is not one of an adapter.
+    """
+    if text.startswith("["):
+        yield from msgspec.json.decode(text, type=list[AdapterModule])
+        return
+    while text := text.lstrip(" ,"):
+        if text.startswith("{"):
+            _, end = json.JSONDecoder().raw_decode(text)
+            yield msgspec.json.decode(text[:end], type=AdapterModule)
+            text = text[end:]
+        else:
+            item, _, text = text.partition(",")
+            name, _, path = item.partition("=")
+            yield AdapterModule(name, path)
+
+
 def parse_adapter_modules(text: str) -> tuple[AdapterModule, ...]:
     """Return the adapters of --lora-modules: NAME=PATH or JSON objects, separated by commas.
 
     Raises:
         ConfigError: an item is neither, or two have one name.
     """
-    modules: list[AdapterModule] = []
-    text = text.strip()
-    if text.startswith(("[", "{")):
-        try:
-            items = text if text.startswith("[") else f"[{text}]"
-            modules = msgspec.json.decode(items, type=list[AdapterModule])
-        except msgspec.MsgspecError as error:
-            raise ConfigError(
-                f"lora_modules is {text[:200]!r}: {error}; each adapter is an object such as"
-                ' {"name": "french", "path": "/adapters/french", "pinned": true}'
-            ) from None
-    else:
-        for item in filter(None, text.split(",")):
-            name, _, path = item.partition("=")
-            modules.append(AdapterModule(name, path))
+    try:
+        modules = list(_adapter_modules(text.strip()))
+    except ValueError as error:  # also msgspec's and json's
+        raise ConfigError(
+            f"lora_modules is {text[:200]!r}: {error}; each adapter is NAME=PATH, or an object"
+            ' such as {"name": "french", "path": "/adapters/french", "pinned": true}'
+        ) from None
     seen: set[str] = set()
     for module in modules:
         if not (module.name and module.path):

@@ -155,7 +155,8 @@ def test_adapters_of_a_flag_in_json_may_be_pinned(tmp_path: Path) -> None:
         json.dumps({"name": "a", "path": path, "pinned": True}),
         json.dumps({"name": "b", "path": path, "base_model_name": "m"}),
     ]
-    for number, value in enumerate((",".join(items), f"[{', '.join(items)}]")):
+    mixed = f"{items[0]}, b={path}"
+    for number, value in enumerate((",".join(items), f"[{', '.join(items)}]", mixed)):
         store = store_of(tmp_path, run=f"run-{number}", enable_lora=False, lora_modules=value)
         store.load_modules()
         assert [(e.name, e.pinned) for e in store.all()] == [("a", True), ("b", False)]
