@@ -107,7 +107,7 @@ def test_the_index_of_a_subscriber_is_the_tree_after_deaths_and_losses(
                 num_cached = int(settle(server.endpoint)["pages_cached"])
                 return num_cached if len(subscriber.blocks) == num_cached else 0
 
-            num_cached = wait_until(num_followed, 20)
+            num_cached = wait_until(num_followed, 60)
         assert num_cached > POOL_TOKENS // PAGE // 2
         assert subscriber.num_cleared >= 2 and subscriber.num_replayed > 0
         check_tokens(server, subscriber)

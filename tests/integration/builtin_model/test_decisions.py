@@ -1,5 +1,6 @@
 """Decisions of the built-in model in float32 are those of transformers."""
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -17,7 +18,7 @@ NUM_STATES = 3
 
 
 @pytest.fixture(scope="module")
-def reference() -> torch.nn.Module:
+def reference() -> Iterator[torch.nn.Module]:
     weights = resolve_model(ModelArgs(BUILTIN_MODEL)).weights
     assert isinstance(weights, Path)
     model: torch.nn.Module = AutoModelForCausalLM.from_pretrained(
@@ -26,7 +27,11 @@ def reference() -> torch.nn.Module:
         quantization_config=GgufConfig(dequantize=True),
         dtype=torch.float32,
     )
-    return model
+    # Several threads wait for each other without end where other processes have the cores.
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield model
+    torch.set_num_threads(num_threads)
 
 
 def expected_masses(

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import socket
 from pathlib import Path
 from typing import Any
 
@@ -227,6 +228,17 @@ async def test_nothing_is_kept_and_the_ring_is_left_when_the_last_viewer_leaves(
     assert ring.num_watches == 2
 
 
+async def _connect_with_little_room(
+    host: str, port: int
+) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    """Connect with a small receive buffer, so that the system does not keep what is not read."""
+    connection = socket.socket()
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+    connection.setblocking(False)
+    await asyncio.get_running_loop().sock_connect(connection, (host, port))
+    return await asyncio.open_connection(sock=connection)
+
+
 async def test_a_hundred_pages_that_read_nothing_take_bounded_memory_and_delay_no_request(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -245,7 +257,7 @@ async def test_a_hundred_pages_that_read_nothing_take_bounded_memory_and_delay_n
     async with gateway_before(ring) as (_, gateway):
         url = gateway.args.url
         host, port = url.removeprefix("http://").split(":")
-        silent = [await asyncio.open_connection(host, int(port)) for _ in range(100)]
+        silent = [await _connect_with_little_room(host, int(port)) for _ in range(100)]
         for _, writer in silent:
             writer.write(b"GET /v1/live HTTP/1.1\r\nHost: localhost\r\n\r\n")
         async with aiohttp.ClientSession() as session, session.get(f"{url}/v1/live") as response:
