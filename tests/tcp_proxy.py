@@ -2,7 +2,12 @@
 
 import asyncio
 import contextlib
+import random
 from collections.abc import AsyncIterator
+from urllib.parse import urlsplit
+
+# The pauses between two cuts are up to this long.
+PAUSE_S = 0.1
 
 
 class TcpProxy:
@@ -40,3 +45,19 @@ class TcpProxy:
                 await writer.drain()
         self._ends.discard(writer)
         writer.close()
+
+
+@contextlib.asynccontextmanager
+async def cut_connections(url: str, seed: int) -> AsyncIterator[str]:
+    """Yield the URL of a proxy of a server, whose connections are cut several times a second."""
+    proxy, chance = TcpProxy(), random.Random(seed)
+
+    async def cut() -> None:
+        while True:
+            await asyncio.sleep(chance.random() * PAUSE_S)
+            proxy.cut()
+
+    async with proxy.open(f"tcp://{urlsplit(url).netloc}") as endpoint:
+        cutting = asyncio.create_task(cut())
+        yield endpoint.replace("tcp", "http")
+        cutting.cancel()

@@ -1,7 +1,6 @@
 """Resumable HTTP streams: connections that are cut, and deaths of processes, cost no event."""
 
 import asyncio
-import random
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,13 +14,11 @@ from bench.client.server import free_port
 from tests.faults.kill_matrix import main
 from tests.faults.resumed_streams import ResumedStreams, WrongStream
 from tests.server import ROOT, Server, running_server, settle
-from tests.tcp_proxy import TcpProxy
+from tests.tcp_proxy import PAUSE_S, TcpProxy, cut_connections
 from tests.waiting import wait_until
 
 NUM_STREAMS = 32
 TIMEOUT_S = 60.0
-# The pauses between two cuts are up to this long.
-PAUSE_S = 0.1
 
 
 @pytest.fixture(scope="module")
@@ -39,18 +36,9 @@ def web_server(
 
 async def while_cutting(url: str, seed: int) -> tuple[list[object], int]:
     """Return the answers of streams whose connections are cut, and the number of connections."""
-    proxy, chance = TcpProxy(), random.Random(seed)
-
-    async def cut() -> None:
-        while True:
-            await asyncio.sleep(chance.random() * PAUSE_S)
-            proxy.cut()
-
-    async with proxy.open(f"tcp://{urlsplit(url).netloc}") as endpoint:
-        load = ResumedStreams(endpoint.replace("tcp", "http"), TIMEOUT_S, NUM_STREAMS)
-        cutting = asyncio.create_task(cut())
+    async with cut_connections(url, seed) as proxy_url:
+        load = ResumedStreams(proxy_url, TIMEOUT_S, NUM_STREAMS)
         answers: list[object] = list(await load.run())
-        cutting.cancel()
     return answers, load.num_resumed
 
 

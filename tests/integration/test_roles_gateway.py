@@ -7,14 +7,12 @@ stream that is cut, before its request goes on elsewhere or after it, has each e
 import asyncio
 import json
 import os
-import random
 import signal
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
-from urllib.parse import urlsplit
 
 import msgspec
 import pytest
@@ -28,7 +26,7 @@ from tests.faults.inject import ALL_APART, fault_environment
 from tests.faults.resumed_streams import ResumedStreams, WrongStream
 from tests.integration.role_servers import ROLES, facts, served, wait_until_back
 from tests.server import Server, kill_tree, launch, stop, wait_until_ready
-from tests.tcp_proxy import TcpProxy
+from tests.tcp_proxy import cut_connections
 
 TIMEOUT_S = 120.0
 PROMPTS = [[3 + n, *range(7, 7 + 9 * n), 5] for n in range(10)]
@@ -188,8 +186,6 @@ def test_shares_hold_where_tokens_are_generated(llama_dir: Path, tmp_path: Path)
 # --- resumable streams ----------------------------------------------------------------------------
 
 NUM_STREAMS = 24
-# The pauses between two cuts are up to this long.
-PAUSE_S = 0.1
 
 
 async def read_while_cutting(url: str, server: Server, kill: bool) -> tuple[list[object], int]:
@@ -198,22 +194,13 @@ async def read_while_cutting(url: str, server: Server, kill: bool) -> tuple[list
     Returns:
         Their answers, and the number of connections beside the first of each.
     """
-    proxy, chance = TcpProxy(), random.Random(3)
-
-    async def cut() -> None:
-        while True:
-            await asyncio.sleep(chance.random() * PAUSE_S)
-            proxy.cut()
-
-    async with proxy.open(f"tcp://{urlsplit(url).netloc}") as endpoint:
-        load = ResumedStreams(endpoint.replace("tcp", "http"), TIMEOUT_S, NUM_STREAMS)
+    async with cut_connections(url, seed=3) as proxy_url:
+        load = ResumedStreams(proxy_url, TIMEOUT_S, NUM_STREAMS)
         reading = asyncio.ensure_future(load.run())
-        cutting = asyncio.ensure_future(cut())
         if kill:
             await load.started.wait()
             os.kill(server.pid_of("tokenizer_proc"), signal.SIGKILL)
         answers: list[object] = list(await reading)
-        cutting.cancel()
     return answers, load.num_resumed
 
 
